@@ -1,0 +1,44 @@
+# Everything runs in .venv, which `make bootstrap` makes; a second bootstrap takes no time.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+VENV := .venv
+PY := $(VENV)/bin/python
+# Several ranks share the cores: one OpenMP thread each is faster than many that wait for one another.
+export OMP_NUM_THREADS ?= 1
+PYTEST_ARGS ?=
+
+.PHONY: help bootstrap demo test lint format bench soak clean
+
+help:  ## Show this list
+	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+
+bootstrap:  ## Find Python >= 3.12, make .venv, install pinned versions
+	@bash scripts/bootstrap.sh
+
+demo: bootstrap  ## Train a small GPT on 4 CPU ranks through 4 changes of layout and compare with a run without
+	@$(PY) scripts/demo.py
+
+test: bootstrap  ## Run all tests except the long ones; say which were skipped and why
+	$(PY) -m pytest tests -m "not soak" -rs $(PYTEST_ARGS)
+
+lint: bootstrap  ## ruff, ruff format, mypy --strict on the pure layers, codespell
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/codespell
+
+format: bootstrap  ## Let ruff mend what it can
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+bench: bootstrap  ## Run benchmarks/bench_*.py one after the other
+	@for file in benchmarks/bench_*.py; do \
+	  [ -e "$$file" ] || { echo "no benchmarks/bench_*.py yet"; exit 0; }; \
+	  echo "== $$file"; $(PY) "$$file" || exit 1; \
+	done
+
+soak: bootstrap  ## Run the long tests (many switches in one set of processes)
+	$(PY) -m pytest tests -m soak -rs $(PYTEST_ARGS)
+
+clean:  ## Remove caches and demo output (keeps .venv)
+	rm -rf demo-out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
