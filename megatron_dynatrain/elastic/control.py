@@ -1,0 +1,147 @@
+"""Control plane: decisions that all ranks take together, over a store, each within a deadline.
+
+No collective of the training groups is involved, so a rank that is slow, stopped or dead can't hang the others.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from torch.distributed import PrefixStore
+
+from megatron_dynatrain.errors import AgreementError, DeadlineError, DynaTrainError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+_YES = "yes"
+_NO = "no"
+
+
+class ControlPlane:
+    """Votes and small gathers among fixed ranks.
+
+    Every call with the same name must be made by every rank once; names are unique for ever (the caller numbers its
+    attempts). All methods are collective over `ranks` unless said otherwise.
+
+    Args:
+        store: Store that the ranks share; keys live under the `tag`.
+        ranks: Global ranks that decide together.
+        rank: This process's global rank.
+        tag: Prefix of the keys.
+    """
+
+    def __init__(self, store: Store, *, ranks: Sequence[int], rank: int, tag: str) -> None:
+        self.store = PrefixStore(f"{tag}/", store)
+        self.ranks = tuple(ranks)
+        self.rank = rank
+
+    def decide(self, name: str, error: BaseException | None, *, phase: str, seconds: float) -> None:
+        """Return on every rank, or raise the same error on every rank.
+
+        The first rank that fails, the last rank that succeeds, or the first rank whose deadline passes settles the
+        vote by one compare-and-set, so that no two ranks can end up with different answers.
+
+        Args:
+            name: Name of the vote.
+            error: What went wrong on this rank; None where it succeeded.
+            phase: Phase named in the errors.
+            seconds: Longest wait for the other ranks, in seconds.
+
+        Raises:
+            DynaTrainError: The error of the rank that failed, its rank and phase in it.
+            DeadlineError: Some ranks did not vote in time; names them.
+        """
+        key = f"vote/{name}"
+        self.store.set(f"{key}/seen/{self.rank}", "1")
+        if error is not None:
+            self._settle(key, _NO, _portable(error, self.rank, phase))
+        elif self.store.add(f"{key}/count", 1) == len(self.ranks):
+            self._settle(key, _YES, None)
+        if not self._wait(f"{key}/settled", seconds):
+            self._settle(key, _NO, self._late(key, name, phase, seconds))
+        verdict = self.store.get(f"{key}/settled").decode()
+        if verdict == _YES:
+            return
+        settled_by = verdict.split(":", 1)[1]
+        problem: BaseException = pickle.loads(self.store.get(f"{key}/why/{settled_by}"))
+        raise problem
+
+    def _settle(self, key: str, verdict: str, why: DynaTrainError | None) -> None:
+        value = verdict if why is None else f"{verdict}:{self.rank}"
+        if why is not None:
+            self.store.set(f"{key}/why/{self.rank}", pickle.dumps(why))
+        self.store.compare_set(f"{key}/settled", "", value)
+
+    def _late(self, key: str, name: str, phase: str, seconds: float) -> DynaTrainError:
+        missing = [rank for rank in self.ranks if not self.store.check([f"{key}/seen/{rank}"])]
+        return DeadlineError(
+            f"not every rank came to '{name}' in time",
+            rank=self.rank,
+            phase=phase,
+            subject=f"missing ranks {missing}",
+            expected=f"all of ranks {list(self.ranks)} within {seconds:g} s",
+            got=f"{len(self.ranks) - len(missing)} of {len(self.ranks)}",
+            hint="look at the log of the missing ranks; raise --dynamic-parallelism-timeout if they are only slow",
+        )
+
+    def gather(self, name: str, value: object, *, phase: str, seconds: float) -> dict[int, object]:
+        """Return the value of every rank, by rank; values are small and picklable.
+
+        Raises:
+            DeadlineError: A rank did not give its value in time.
+        """
+        self.store.set(f"gather/{name}/{self.rank}", pickle.dumps(value))
+        end = time.monotonic() + seconds
+        values: dict[int, object] = {}
+        for rank in self.ranks:
+            key = f"gather/{name}/{rank}"
+            if not self._wait(key, max(0.05, end - time.monotonic())):
+                raise DeadlineError(
+                    f"rank {rank} did not give its part of '{name}' in time",
+                    rank=self.rank,
+                    phase=phase,
+                    expected=f"within {seconds:g} s",
+                    hint=f"look at the log of rank {rank}",
+                )
+            values[rank] = pickle.loads(self.store.get(key))
+        return values
+
+    def same(self, name: str, value: object, *, phase: str, seconds: float) -> None:
+        """Return where every rank gave an equal value.
+
+        Raises:
+            AgreementError: Values differ; names the first rank that differs from the first rank of the world.
+        """
+        values = self.gather(name, value, phase=phase, seconds=seconds)
+        first = values[self.ranks[0]]
+        for rank in self.ranks:
+            if values[rank] != first:
+                raise AgreementError(
+                    f"the ranks don't agree on '{name}'",
+                    rank=rank,
+                    phase=phase,
+                    expected=f"{first!r} (rank {self.ranks[0]})",
+                    got=f"{values[rank]!r} (rank {rank})",
+                    hint="start every rank with the same flags and files",
+                )
+
+    def _wait(self, key: str, seconds: float) -> bool:
+        try:
+            self.store.wait([key], timedelta(seconds=seconds))
+        except RuntimeError:  # every store raises a RuntimeError of its own kind when the time is up
+            return self.store.check([key])
+        return True
+
+
+def _portable(error: BaseException, rank: int, phase: str) -> DynaTrainError:
+    """Return the error as one that can be pickled and names its rank and phase."""
+    if isinstance(error, DynaTrainError):
+        error.rank = rank if error.rank is None else error.rank
+        error.phase = error.phase or phase
+        return type(error)(error.message, **error._fields())  # type: ignore[arg-type]
+    return AgreementError(f"{type(error).__name__}: {error}", rank=rank, phase=phase, hint=f"see the log of rank {rank}")

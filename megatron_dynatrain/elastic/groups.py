@@ -1,0 +1,145 @@
+"""Process groups that belong to one world: made once per distinct (ordered ranks, backend, options), destroyed once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, distributed_c10d
+
+from megatron_dynatrain.errors import TransferError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Store
+
+GroupKey = tuple[tuple[int, ...], str, int]
+"""(ordered global ranks, backend, identity of the backend options)."""
+
+
+class WorldGroups:
+    """Factory and owner of the process groups of one world.
+
+    Groups are named from the world's own tag and rendezvous over the given store, so that neither the counter of
+    `torch.distributed.new_group` nor the groups of another world can mix with them. Only members take part in making a
+    group, and every member makes its groups in the same order (the caller's duty: one creator thread, one order).
+
+    Args:
+        store: Store that all ranks of the world share.
+        ranks: Global ranks of the world.
+        rank: This process's global rank.
+        tag: Name of the world; unique per store for ever.
+        backend: Default backend of a group (`gloo`, `nccl`, or a per-device string).
+        timeout: Longest wait inside a group operation, in seconds.
+    """
+
+    def __init__(
+        self, store: Store, *, ranks: Sequence[int], rank: int, tag: str, backend: str, timeout: float
+    ) -> None:
+        self.store = store
+        self.ranks = tuple(ranks)
+        self.rank = rank
+        self.tag = tag
+        self.backend = backend
+        self.timeout = timedelta(seconds=timeout)
+        self._groups: dict[GroupKey, ProcessGroup] = {}
+        self._sequence: dict[tuple[int, ...], int] = {}
+        self.requested: list[tuple[int, ...]] = []
+
+    def group(
+        self, ranks: Sequence[int] | None = None, *, backend: str | None = None, options: object = None
+    ) -> ProcessGroup | object:
+        """Return the group of these global ranks, made on first use; `NON_GROUP_MEMBER` where this rank is outside.
+
+        Collective over the members on first use.
+
+        Raises:
+            TransferError: The members did not meet within the world's timeout.
+        """
+        members = tuple(ranks) if ranks is not None else self.ranks
+        self.requested.append(members)
+        chosen = backend or self.backend
+        # Every rank counts every request, members or not: the name of a group must not depend on who asks.
+        if self.rank not in members:
+            return dist.GroupMember.NON_GROUP_MEMBER
+        key = (members, chosen, id(options) if options is not None else 0)
+        if key not in self._groups:
+            self._groups[key] = self._make(members, chosen, options)
+        return self._groups[key]
+
+    def _make(self, members: tuple[int, ...], backend: str, options: object) -> ProcessGroup:
+        # Members alone count their groups of the same ranks, in their common order of creation.
+        number = self._sequence.get(members, 0)
+        self._sequence[members] = number + 1
+        name = f"{self.tag}/{'.'.join(map(str, members))}/{backend}/{number}"
+        try:
+            group, _ = distributed_c10d._new_process_group_helper(
+                len(members),
+                members.index(self.rank),
+                list(members),
+                backend,
+                PrefixStore(f"{self.tag}/", self.store),
+                group_name=name,
+                backend_options=options,
+                timeout=self.timeout,
+                group_desc=name,
+            )
+        except RuntimeError as error:
+            raise TransferError(
+                "a process group could not be made",
+                rank=self.rank,
+                phase="prepare",
+                subject=name,
+                expected=f"all of ranks {members} within {self.timeout.total_seconds():g} s",
+                got=str(error),
+                hint="see the log of the ranks that did not come",
+            ) from error
+        distributed_c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(members)}
+        return group
+
+    def __len__(self) -> int:
+        """Number of distinct groups that this rank is a member of."""
+        return len(self._groups)
+
+    def destroy(self) -> None:
+        """Destroy every group of this world; not collective, safe to call twice."""
+        groups = list(self._groups.values())
+        self._groups.clear()
+        destroy_groups(groups)
+
+
+def destroy_groups(groups: Sequence[object]) -> int:
+    """Destroy the given process groups once each, the default group excepted, and return how many were destroyed.
+
+    Not collective. Groups that are already gone, None and `NON_GROUP_MEMBER` are passed over.
+    """
+    world = distributed_c10d._world
+    destroyed = 0
+    for group in groups:
+        if group is None or group is dist.GroupMember.NON_GROUP_MEMBER or group is dist.group.WORLD:
+            continue
+        if world.pg_map.get(group) is None:  # type: ignore[call-overload]
+            continue
+        name = world.pg_names.get(group)  # type: ignore[call-overload]
+        dist.destroy_process_group(group)  # type: ignore[arg-type]
+        # torch keeps the name registered, and with it the group and its threads, until the registry forgets it.
+        _forget(name)
+        destroyed += 1
+    return destroyed
+
+
+def _forget(name: str | None) -> None:
+    if name is None:
+        return
+    unregister = getattr(distributed_c10d, "_unregister_process_group", None)
+    if unregister is not None:
+        try:
+            unregister(name)
+        except (RuntimeError, ValueError):
+            return
+
+
+def live_groups() -> int:
+    """Return how many process groups this process holds, the default group included."""
+    return len(distributed_c10d._world.pg_map)

@@ -1,0 +1,102 @@
+"""Build a target model without storage for its parameters: hollow tensors that DDP replaces by its own buffers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.tensor_parallel import random as megatron_random
+from torch.overrides import TorchFunctionMode
+
+_FILLERS = frozenset(
+    ("fill_", "zero_", "normal_", "uniform_", "trunc_normal_", "copy_", "clamp_", "erfinv_", "mul_", "add_", "div_")
+)
+
+
+def _unwrapped(function: Callable[..., object]) -> Callable[..., object]:
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function
+
+
+def is_hollow(tensor: object) -> bool:
+    """Return whether a tensor has more than one element in a storage of one element."""
+    return isinstance(tensor, torch.Tensor) and tensor.numel() > 1 and not any(tensor.stride())
+
+
+class Hollow(TorchFunctionMode):
+    """Make `torch.empty` return one element expanded to the shape, and let nobody write to it.
+
+    Such a tensor has the right shape, dtype and device and no bytes. `torch.device("meta")` does not do it: Megatron's
+    layers name their device, and DDP needs parameters of the real device. Thread-local.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,  # noqa: ARG002 (the protocol's signature)
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _unwrapped(func) is _EMPTY:
+            shape = tuple(kwargs.pop("size", ())) or (args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
+            kwargs.pop("memory_format", None)
+            return func((), **kwargs).expand(*shape) if len(shape) else func((), **kwargs)
+        if args and getattr(func, "__name__", "") in _FILLERS and is_hollow(args[0]):
+            return args[0]
+        return func(*args, **kwargs)
+
+
+_EMPTY = _unwrapped(torch.empty)
+
+
+@contextmanager
+def hollow_build() -> Iterator[None]:
+    """Build Megatron modules inside the block without storage, without a collective and without drawing random numbers.
+
+    Random streams (Python, NumPy, torch, CUDA and Megatron's tracker) are put back at the end of the block. The
+    all-reduce by which a tied output layer fetches its first values is left out: the values come with the switch.
+    """
+    setup = LanguageModule.setup_embeddings_and_output_layer
+
+    def setup_without_collective(self: LanguageModule) -> None:
+        before = self.config.init_model_with_meta_device
+        self.config.init_model_with_meta_device = True
+        try:
+            setup(self)
+        finally:
+            self.config.init_model_with_meta_device = before
+
+    with untouched_random_streams():
+        LanguageModule.setup_embeddings_and_output_layer = setup_without_collective
+        try:
+            with Hollow():
+                yield
+        finally:
+            LanguageModule.setup_embeddings_and_output_layer = setup
+
+
+@contextmanager
+def untouched_random_streams() -> Iterator[None]:
+    """Put every random stream of the process back to where it was before the block."""
+    python, numpy_state, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    initialized = megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED
+    tracker = megatron_random.get_cuda_rng_tracker() if initialized else None
+    states = {name: state.clone() for name, state in tracker.get_states().items()} if tracker is not None else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
+        if tracker is not None and states is not None:
+            tracker.set_states(states)
