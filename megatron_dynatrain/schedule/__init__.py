@@ -1,0 +1,1 @@
+"""When to switch to which layout: the schedule file, what it means for a job, and whether it fits (pure)."""

@@ -1,0 +1,132 @@
+"""The flags of dynamic parallelism, in Megatron's own parser; imports no Megatron."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+from megatron_dynatrain.errors import ScheduleError
+from megatron_dynatrain.training.refusals import refusals_table, refuse_unsupported
+
+__all__ = [
+    "DynamicOptions",
+    "add_dynamic_parallelism_args",
+    "refusals_table",
+    "refuse_unsupported",
+    "validate_options",
+]
+
+MemoryMode = Literal["auto", "safe", "lean"]
+VerifyMode = Literal["off", "digest", "full"]
+
+DEFAULT_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DynamicOptions:
+    """The parsed and checked flags of dynamic parallelism.
+
+    Args:
+        enabled: Whether layouts may change at all.
+        schedule: The schedule file; None where switches are only asked for at run time.
+        directory: Where reports and requests are kept.
+        memory: Memory mode.
+        verify: How the state after a switch is compared with the state before it.
+        timeout_s: Seconds after which a wait inside a switch fails.
+    """
+
+    enabled: bool
+    schedule: Path | None
+    directory: Path
+    memory: MemoryMode
+    verify: VerifyMode
+    timeout_s: float
+
+
+def add_dynamic_parallelism_args(parser: ArgumentParser) -> ArgumentParser:
+    """Add the group "dynamic parallelism" to a parser and return the parser (an `extra_args_provider` of Megatron)."""
+    group = parser.add_argument_group("dynamic parallelism")
+    group.add_argument(
+        "--dynamic-parallelism",
+        action="store_true",
+        help="Let the parallel layout (tensor, pipeline and data parallel sizes) change while the job runs, between "
+        "two iterations and without a restart. Off: the plugin does nothing.",
+    )
+    group.add_argument(
+        "--dynamic-parallelism-schedule",
+        metavar="FILE",
+        help="YAML file that says at which iterations or numbers of samples to switch to which layout. Every switch "
+        "in it is checked against the model and the world before the first iteration; see `dynatrain check`.",
+    )
+    group.add_argument(
+        "--dynamic-parallelism-dir",
+        metavar="DIR",
+        help="Directory of reports (switches.jsonl) and requests. Default: `dynatrain` under --save, or ./dynatrain.",
+    )
+    group.add_argument(
+        "--dynamic-parallelism-memory",
+        choices=("auto", "safe", "lean"),
+        default="auto",
+        help="safe keeps the old state until the new one is verified, so that a failed switch is rolled back; lean "
+        "frees the old state window by window and needs little more than the larger of the two; auto takes safe "
+        "where it fits. Default: auto.",
+    )
+    group.add_argument(
+        "--dynamic-parallelism-verify",
+        choices=("off", "digest", "full"),
+        default="digest",
+        help="How the state after a switch is compared with the state before it: digest compares order-sensitive "
+        "digests of every logical tensor, full compares all bits (slow, needs memory for it), off trusts the "
+        "transfer. Default: digest.",
+    )
+    group.add_argument(
+        "--dynamic-parallelism-timeout",
+        type=float,
+        default=DEFAULT_TIMEOUT_S,
+        metavar="SECONDS",
+        help=f"A wait inside a switch fails after this long, naming rank and phase. Default: {DEFAULT_TIMEOUT_S:g}.",
+    )
+    return parser
+
+
+def validate_options(args: Namespace) -> DynamicOptions:
+    """Return the checked options of dynamic parallelism; touches no file, every rank alike.
+
+    Args:
+        args: Megatron's parsed arguments, before or after its `validate_args`.
+
+    Raises:
+        ScheduleError: A flag has a value that can't be meant.
+    """
+    schedule = args.dynamic_parallelism_schedule
+    if schedule is not None and not args.dynamic_parallelism:
+        raise _wrong_flag(
+            "--dynamic-parallelism-schedule",
+            "a schedule is given, but layouts may not change",
+            "--dynamic-parallelism beside it",
+            schedule,
+        )
+    if not args.dynamic_parallelism_timeout > 0:
+        raise _wrong_flag(
+            "--dynamic-parallelism-timeout",
+            "a wait needs some time",
+            "more than 0 seconds",
+            args.dynamic_parallelism_timeout,
+        )
+    directory = args.dynamic_parallelism_dir
+    if directory is None:
+        directory = Path(getattr(args, "save", None) or ".") / "dynatrain"
+    return DynamicOptions(
+        enabled=args.dynamic_parallelism,
+        schedule=None if schedule is None else Path(schedule),
+        directory=Path(directory),
+        memory=cast(MemoryMode, args.dynamic_parallelism_memory),
+        verify=cast(VerifyMode, args.dynamic_parallelism_verify),
+        timeout_s=args.dynamic_parallelism_timeout,
+    )
+
+
+def _wrong_flag(flag: str, message: str, expected: str, got: object) -> ScheduleError:
+    return ScheduleError(message, phase="check", subject=flag, expected=expected, got=got)

@@ -1,0 +1,230 @@
+"""What a job may not use together with dynamic parallelism, as one table: the check, the messages and the README."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron_dynatrain.errors import UnsupportedError
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A Megatron option that can't be carried through a switch.
+
+    Args:
+        flag: The option as the reader types it.
+        dest: Its name in the parsed arguments.
+        when: The values refused, in words.
+        refused: Whether the parsed arguments have such a value; an argument that is missing is never refused.
+        why: What would go wrong.
+        instead: What to do.
+    """
+
+    flag: str
+    dest: str
+    when: str
+    refused: Callable[[Namespace], bool]
+    why: str
+    instead: str
+
+
+def _set(flag: str, dest: str, why: str, instead: str | None = None) -> Refusal:
+    """Refuse an option that is given at all: true, a text, a non-empty list, a number other than 0."""
+    return Refusal(flag, dest, "given", lambda args: bool(getattr(args, dest, None)), why, instead or f"drop {flag}")
+
+
+def _above_one(flag: str, dest: str, why: str) -> Refusal:
+    return Refusal(flag, dest, "more than 1", lambda args: (getattr(args, dest, None) or 1) > 1, why, f"use {flag} 1")
+
+
+def _other_than(flag: str, dest: str, value: str, why: str) -> Refusal:
+    return Refusal(
+        flag,
+        dest,
+        f"other than `{value}`",
+        lambda args: (getattr(args, dest, None) or value) != value,
+        why,
+        f"use {flag} {value}",
+    )
+
+
+def _differs(flag: str, dest: str, other: str, why: str) -> Refusal:
+    """Refuse an option whose value is not that of another one; not given means the same."""
+    other_flag = "--" + other.replace("_", "-")
+    return Refusal(
+        flag,
+        dest,
+        f"other than `{other_flag}`",
+        lambda args: getattr(args, dest, None) not in (None, getattr(args, other, None)),
+        why,
+        f"drop {flag}: it is then {other_flag}",
+    )
+
+
+_DENSE = "only dense GPT is moved so far, this comes later"
+_FSDP = "parameters are sharded by FSDP and not by the distributed optimizer, whose shards are what is moved"
+_SCALES = "scales and quantised copies are states that nobody moves yet"
+_MODEL = "its parameters have no logical tensors yet"
+_GRAPHS = "a captured graph holds the addresses and groups of the old layout"
+_BATCHES = "a later batch size may not be divisible by micro-batch size x dp of a later layout"
+_UNTRIED = "it keeps objects of the layout that nobody rebuilds yet"
+
+REFUSALS: tuple[Refusal, ...] = (
+    _set("--use-megatron-fsdp", "use_megatron_fsdp", _FSDP, "use --use-distributed-optimizer instead"),
+    _set("--use-torch-fsdp2", "use_torch_fsdp2", _FSDP, "use --use-distributed-optimizer instead"),
+    _other_than("--optimizer", "optimizer", "adam", "only Adam's states (step and two moments) are known"),
+    Refusal(
+        "--use-distributed-optimizer",
+        "use_distributed_optimizer",
+        "not given",
+        lambda args: not getattr(args, "use_distributed_optimizer", True),
+        "the optimizer state is found through the shards of the distributed optimizer",
+        "add --use-distributed-optimizer",
+    ),
+    _above_one(
+        "--num-distributed-optimizer-instances",
+        "num_distributed_optimizer_instances",
+        "shards within a part of the data-parallel group come later",
+    ),
+    _set(
+        "--use-precision-aware-optimizer",
+        "use_precision_aware_optimizer",
+        "main parameters are kept as remainders, and reading a state gives a copy",
+    ),
+    _set("--optimizer-cpu-offload", "optimizer_cpu_offload", "states on the host are not moved yet"),
+    _set("--optimizer-cuda-graph", "optimizer_cuda_graph", _GRAPHS),
+    _set("--freeze-all-layers", "freeze_all_layers", "there is no optimizer whose shards could be moved"),
+    _set("--use-nccl-ub", "nccl_ub", "the buffers are registered with communicators of the old layout"),
+    _set("--fp8-format", "fp8", _SCALES),
+    _set("--fp8-param-gather", "fp8_param_gather", _SCALES),
+    _set("--fp4-format", "fp4", _SCALES),
+    _set("--fp4-param-gather", "fp4_param_gather", _SCALES),
+    _set("--te-precision-config-file", "te_precision_config_file", _SCALES),
+    _above_one("--context-parallel-size", "context_parallel_size", _DENSE),
+    _set("--hierarchical-context-parallel-sizes", "hierarchical_context_parallel_sizes", _DENSE),
+    _set("--hybrid-context-parallel", "hybrid_context_parallel", _DENSE),
+    _above_one("--expert-model-parallel-size", "expert_model_parallel_size", _DENSE),
+    _set("--num-experts", "num_experts", _DENSE),
+    _set("--num-layers-per-virtual-pipeline-stage", "num_layers_per_virtual_pipeline_stage", _DENSE),
+    Refusal(
+        "--num-virtual-stages-per-pipeline-rank",
+        "virtual_pipeline_model_parallel_size",
+        "more than 1, or as many stages in `--pipeline-model-parallel-layout`",
+        lambda args: (
+            max(
+                getattr(args, "virtual_pipeline_model_parallel_size", None) or 1,
+                getattr(args, "num_virtual_stages_per_pipeline_rank", None) or 1,
+            )
+            > 1
+        ),
+        _DENSE,
+        "use one model chunk per pipeline rank",
+    ),
+    Refusal(
+        "--tensor-parallel-num-weight-shards",
+        "tensor_parallel_num_weight_shards",
+        "more than `--tensor-model-parallel-size`",
+        lambda args: (
+            (getattr(args, "tensor_parallel_num_weight_shards", None) or 1)
+            > (getattr(args, "tensor_model_parallel_size", None) or 1)
+        ),
+        "weights sharded over more ranks than tensor parallelism has are not modelled",
+        "drop --tensor-parallel-num-weight-shards",
+    ),
+    _set("--multi-latent-attention", "multi_latent_attention", _MODEL),
+    _set("--mtp-num-layers", "mtp_num_layers", _MODEL),
+    _set("--experimental-attention-variant", "experimental_attention_variant", _MODEL),
+    _set("--hybrid-layer-pattern", "hybrid_layer_pattern", _MODEL),
+    _set("--hybrid-override-pattern", "hybrid_override_pattern", _MODEL),
+    _set("--is-hybrid-model", "is_hybrid_model", _MODEL),
+    _set("--heterogeneous-layers-config-path", "heterogeneous_layers_config_path", _MODEL),
+    _set("--heterogeneous-layers-config-encoded-json", "heterogeneous_layers_config_encoded_json", _MODEL),
+    Refusal(
+        "--dataloader-type",
+        "dataloader_type",
+        "`external`",
+        lambda args: getattr(args, "dataloader_type", None) == "external",
+        "a data loader with a state of its own can't be given to other data-parallel ranks without losing samples",
+        "use --dataloader-type single, whose place in the data is the number of consumed samples",
+    ),
+    Refusal(
+        "--dataloader-type",
+        "dataloader_type",
+        "`cyclic`",
+        lambda args: getattr(args, "dataloader_type", None) == "cyclic",
+        "its order of samples depends on the data-parallel size and the micro-batch size",
+        "use --dataloader-type single: GPT data sets are shuffled anyway",
+    ),
+    _set("--full-validation", "full_validation", "the number of validation steps is fixed for the launch layout"),
+    _set("--multiple-validation-sets", "multiple_validation_sets", _UNTRIED),
+    _differs("--eval-global-batch-size", "eval_global_batch_size", "global_batch_size", _BATCHES),
+    _differs("--eval-micro-batch-size", "eval_micro_batch_size", "micro_batch_size", _BATCHES),
+    _set("--rampup-batch-size", "rampup_batch_size", f"{_BATCHES}; Megatron-Core 0.19 itself reads and ignores it"),
+    _set("--step-batch-size-schedule", "step_batch_size_schedule", _BATCHES),
+    _set("--decrease-batch-size-if-needed", "decrease_batch_size_if_needed", _BATCHES),
+    _set("--phase-transition-iterations", "phase_transition_iterations", "the job exits at iterations of its own"),
+    _other_than("--cuda-graph-impl", "cuda_graph_impl", "none", _GRAPHS),
+    _set("--enable-cuda-graph", "enable_cuda_graph", _GRAPHS),
+    _set("--external-cuda-graph", "external_cuda_graph", _GRAPHS),
+    _set("--tp-comm-overlap", "tp_comm_overlap", "its buffers belong to one tensor-parallel group"),
+    _set("--use-sharp", "use_sharp", "it is bound to the first groups of the process"),
+    _set("--cpu-offloading-num-layers", "cpu_offloading_num_layers", _UNTRIED),
+    _set("--fine-grained-activation-offloading", "fine_grained_activation_offloading", _UNTRIED),
+    _set("--ckpt-assume-constant-structure", "ckpt_assume_constant_structure", "the structure changes with the layout"),
+    _other_than("--non-persistent-ckpt-type", "non_persistent_ckpt_type", "global", _UNTRIED),
+    _set("--perform-rl-step", "perform_rl_step", "the loop of reinforcement learning is another one than train()"),
+    _set("--inprocess-restart", "inprocess_restart", "it rebuilds the launch layout on its own"),
+    _set("--fake-process-group", "fake_process_group", "nothing can be moved through it"),
+    _set("--yaml-cfg", "yaml_cfg", "it replaces the parsed flags, those of dynamic parallelism too", "give flags"),
+)
+
+
+def refuse_unsupported(args: Namespace) -> None:
+    """Refuse a job with options that can't be carried through a switch; call it where dynamic parallelism is on.
+
+    Works before and after Megatron's `validate_args`, on every rank alike and without communication.
+
+    Args:
+        args: Megatron's parsed arguments.
+
+    Raises:
+        UnsupportedError: Names every such flag, its value, why, and what to do.
+    """
+    found = [row for row in REFUSALS if row.refused(args)]
+    if not found:
+        return
+    if len(found) == 1:
+        row = found[0]
+        raise UnsupportedError(
+            f"{row.flag} doesn't work with --dynamic-parallelism: {row.why}",
+            phase="check",
+            subject=row.flag,
+            expected=_expected(row),
+            got=_shown(args, row),
+            hint=row.instead,
+        )
+    lines = "".join(
+        f"\n  {row.flag}: {row.why}; expected: {_expected(row)}; got: {_shown(args, row)}; hint: {row.instead}"
+        for row in found
+    )
+    raise UnsupportedError(f"{len(found)} options don't work with --dynamic-parallelism:{lines}", phase="check")
+
+
+def refusals_table() -> str:
+    """Return the table of refused options in Markdown, for the README."""
+    rows = ["| Option | Refused when | Why | Instead |", "|---|---|---|---|"]
+    rows += [f"| `{row.flag}` | {row.when} | {row.why} | {row.instead} |" for row in REFUSALS]
+    return "\n".join(rows) + "\n"
+
+
+def _expected(row: Refusal) -> str:
+    if row.when.startswith("not "):
+        return row.when.removeprefix("not ")
+    return f"not {row.when}"
+
+
+def _shown(args: Namespace, row: Refusal) -> str:
+    value = getattr(args, row.dest, None)
+    return "not given" if value is None or value is False else str(value)
