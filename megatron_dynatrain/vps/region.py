@@ -75,7 +75,9 @@ def cut_flat_run(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tupl
     yield from _cut(shape, start, stop, (), 0)
 
 
-def _cut(shape: tuple[int, ...], start: int, stop: int, prefix: tuple[int, ...], base: int) -> Iterator[tuple[Box, int]]:
+def _cut(
+    shape: tuple[int, ...], start: int, stop: int, prefix: tuple[int, ...], base: int
+) -> Iterator[tuple[Box, int]]:
     """Cut a run of the sub-tensor `shape` that lies at index `prefix` of the whole; `base` is the run's offset."""
     fixed_hi = tuple(i + 1 for i in prefix)
     if len(shape) == 1:

@@ -43,14 +43,18 @@ class Home:
     where: Where
     layer: int | None = None
 
+    def __post_init__(self) -> None:
+        if (self.layer is not None) != (self.where is Where.LAYER):
+            raise ValueError(f"a home at {self.where} can't have layer {self.layer}")
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
     """One logical tensor inside a parameter.
 
     The local memory of a parameter is the concatenation, in order, of the local shards of its segments, each dense and
-    row-major in canonical dims. One segment `[2, ffn, h]` sharded on dim 1 is a gated fc1; several segments are a packed
-    projection.
+    row-major in canonical dims. One segment `[2, ffn, h]` sharded on dim 1 is a gated fc1; several segments are a
+    packed projection.
 
     Args:
         key: Layout-free key of the logical tensor, unique in the model (tied copies share it).
@@ -119,6 +123,17 @@ class ModelDescription:
         default=((StateKind.EXP_AVG, "float32"), (StateKind.EXP_AVG_SQ, "float32"))
     )
     main_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        names: set[str] = set()
+        logical: dict[str, tuple[Segment, str]] = {}
+        for spec in self.parameters:
+            if spec.name in names:
+                raise ValueError(f"two parameters are named {spec.name}")
+            names.add(spec.name)
+            for segment in spec.segments:
+                if logical.setdefault(segment.key, (segment, spec.dtype)) != (segment, spec.dtype):
+                    raise ValueError(f"{spec.name}: another parameter describes {segment.key} in another way")
 
     def states_of(self, spec: ParameterSpec) -> tuple[tuple[StateKind, str], ...]:
         """Return the states kept for a parameter, as (kind, dtype name), in a fixed order."""
