@@ -3,8 +3,8 @@
 What: calls that name a CUDA device, stream, event or generator are answered by the CPU (`cpu_tensors`, `cpu_cuda_api`);
 gloo gets the collectives it lacks (`cpu_collectives`); two asserts of the modules without Transformer Engine are lifted
 (`cpu_modules`); `pretrain()` starts without a GPU (`cpu_training`).
-Why: Megatron has no device abstraction; `torch.cuda.*` is called throughout. A `TorchFunctionMode` would be neater but is
-thread-local, and worlds are built in background threads, so the patches are global.
+Why: Megatron has no device abstraction; `torch.cuda.*` is called throughout. A `TorchFunctionMode` would be neater but
+is thread-local, and worlds are built in background threads, so the patches are global.
 Versions: megatron-core 0.19.x with torch 2.14.
 Can go: when Megatron runs on `--device cpu` by itself.
 """

@@ -29,7 +29,7 @@ def install() -> None:
 class _Done:
     """The handle of a collective that is complete."""
 
-    def wait(self, timeout: object = None) -> bool:
+    def wait(self, _timeout: object = None) -> bool:
         return True
 
     def is_completed(self) -> bool:

@@ -24,10 +24,10 @@ _CAPABILITY = (8, 0)
 class Event:
     """A point in time on the CPU, with the interface of `torch.cuda.Event`."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         self._at: float | None = None
 
-    def record(self, *args: Any, **kwargs: Any) -> None:
+    def record(self, *_args: Any, **_kwargs: Any) -> None:
         """Note the current time."""
         self._at = time.perf_counter()
 
@@ -41,7 +41,7 @@ class Event:
         """Return True: work on the CPU is done when its call returns."""
         return True
 
-    def wait(self, *args: Any, **kwargs: Any) -> None:
+    def wait(self, *_args: Any, **_kwargs: Any) -> None:
         """Return at once."""
 
     def synchronize(self) -> None:
@@ -54,7 +54,7 @@ class Stream:
     cuda_stream = 0
     device = torch.device("cpu")
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         pass
 
     def __enter__(self) -> Stream:
@@ -94,7 +94,7 @@ def install() -> None:
     _put(cuda, "device_count", _constant(1))
     _put(cuda, "set_device synchronize empty_cache set_stream ipc_collect", _constant(None))
     _put(cuda, "current_stream default_stream", _constant(Stream()))
-    _put(cuda, "stream", lambda: lambda stream=None: contextlib.nullcontext())
+    _put(cuda, "stream", lambda: lambda *_args, **_kwargs: contextlib.nullcontext())
     _put(cuda, "get_device_capability", _constant(_CAPABILITY))
     _put(cuda, "mem_get_info", _constant((0, 0)))
     _put(cuda, "get_device_name", _constant("cpu"))
@@ -102,8 +102,8 @@ def install() -> None:
     _put(cuda, "Stream", lambda: Stream)
     _put(cuda, "Event", lambda: Event)
     for module in (cuda, cuda.random):
-        _put(module, "get_rng_state", lambda: lambda *args, **kwargs: torch.get_rng_state())
-        _put(module, "set_rng_state", lambda: lambda state, *args, **kwargs: torch.set_rng_state(state))
+        _put(module, "get_rng_state", lambda: lambda *_args, **_kwargs: torch.get_rng_state())
+        _put(module, "set_rng_state", lambda: lambda state, *_args, **_kwargs: torch.set_rng_state(state))
         _put(module, "manual_seed manual_seed_all", lambda: _manual_seed())
     _put(cuda.nvtx, "range_push range_pop", _constant(None))
     _put(torch, "compile", lambda: _compile)
@@ -115,7 +115,7 @@ def _put(module: Any, names: str, make: Callable[[], Any]) -> None:
 
 
 def _constant(value: Any) -> Callable[[], Any]:
-    return lambda: lambda *args, **kwargs: value
+    return lambda: lambda *_args, **_kwargs: value
 
 
 def _manual_seed() -> Callable[[int], None]:
@@ -125,5 +125,5 @@ def _manual_seed() -> Callable[[int], None]:
     return manual_seed
 
 
-def _compile(function: Any = None, **kwargs: Any) -> Any:
+def _compile(function: Any = None, **_kwargs: Any) -> Any:
     return function if function is not None else lambda wrapped: wrapped

@@ -36,7 +36,7 @@ def _random_state() -> None:
     if getattr(random._set_cuda_rng_state, "on_cpu", False):
         return
 
-    def set_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
+    def set_state(new_state: torch.Tensor, *_args: Any, **_kwargs: Any) -> None:
         torch.set_rng_state(new_state)
 
     set_state.on_cpu = True  # type: ignore[attr-defined]

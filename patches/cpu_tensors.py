@@ -16,10 +16,13 @@ from typing import Any
 import torch
 
 _CPU = torch.device("cpu")
+# fmt: off
 _FACTORIES = (
-    "tensor as_tensor zeros ones empty full arange linspace rand randn randint randperm eye empty_strided zeros_like "
-    "ones_like empty_like full_like rand_like randn_like scalar_tensor"
-).split()
+    "tensor", "as_tensor", "scalar_tensor", "zeros", "ones", "empty", "empty_strided", "full", "eye", "arange",
+    "linspace", "rand", "randn", "randint", "randperm",
+    "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like",
+)
+# fmt: on
 _METHODS = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
 
 
@@ -32,11 +35,11 @@ def install() -> None:
     tensor: Any = torch.Tensor
     tensor.to = _to(torch.Tensor.to)
     tensor.type = _type(torch.Tensor.type)
-    tensor.cuda = lambda self, *args, **kwargs: self
-    tensor.pin_memory = lambda self, *args, **kwargs: self
-    tensor.record_stream = lambda self, *args, **kwargs: None
+    tensor.cuda = lambda self, *_args, **_kwargs: self
+    tensor.pin_memory = lambda self, *_args, **_kwargs: self
+    tensor.record_stream = lambda _self, *_args, **_kwargs: None
     module: Any = torch.nn.Module
-    module.cuda = lambda self, *args, **kwargs: self
+    module.cuda = lambda self, *_args, **_kwargs: self
 
 
 def without_cuda(device: Any) -> Any:

@@ -69,6 +69,6 @@ def _prepare(job: Job, rank: int, port: int) -> RankContext:
     return RankContext(rank=rank, world=job.world, tmp=Path(job.directory), timeout=job.timeout)
 
 
-def log_path(directory: str, rank: int) -> str:
+def log_path(directory: str, rank: int) -> Path:
     """Return where the output of a rank goes."""
-    return os.path.join(directory, f"log.{rank}")
+    return Path(directory) / f"log.{rank}"

@@ -69,7 +69,7 @@ def checkpoint_args(*, save: object = None, load: object = None, interval: int =
         load: Directory to load from.
         interval: Iterations between saves; there is a last one at the end.
     """
-    words = "--ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable".split()
+    words = ["--ckpt-format", "torch_dist", "--dist-ckpt-optim-fully-reshardable"]
     if save is not None:
         words += ["--save", str(save), "--save-interval", str(interval)]
     if load is not None:

@@ -185,7 +185,8 @@ def _memory_directory() -> str | None:
 
 def _failure(job: Job, report: Report) -> RankFailure:
     cause = report.cause()
-    assert cause is not None and cause.error is not None
+    assert cause is not None
+    assert cause.error is not None
     errors = {outcome.rank: outcome.error for outcome in report.outcomes if outcome.error is not None}
     lines = [f"rank {cause.rank} of {job.world}: {cause.error}"]
     lines += [f"  rank {rank}: {error.splitlines()[0]}" for rank, error in errors.items() if rank != cause.rank]
@@ -197,8 +198,8 @@ def _failure(job: Job, report: Report) -> RankFailure:
     return RankFailure("\n".join(lines), rank=cause.rank, errors=errors, timed_out=report.timed_out)
 
 
-def _tail(path: str) -> list[str]:
+def _tail(path: Path) -> list[str]:
     try:
-        return Path(path).read_text(errors="replace").splitlines()[-_LOG_LINES:]
+        return path.read_text(errors="replace").splitlines()[-_LOG_LINES:]
     except OSError:
         return ["(none)"]

@@ -1,22 +1,40 @@
-"""Runs Megatron's `pretrain()` in a rank and records every step."""
+"""Runs `scripts/pretrain_gpt.py` in a rank and records every step."""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import megatron.training.training as training
 from megatron.training import get_args
 
 from tests.ranks.context import RankContext
-from tests.ranks.gpt_script import main
 from tests.ranks.records import PretrainRecord, StepRecord
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "pretrain_gpt.py"
+
+
+def _import_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("pretrain_gpt", SCRIPT)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"cannot import {SCRIPT}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+script = _import_script()
 
 
 class PretrainRun:
     """One rank's run, before it starts: a hook adds what it wants called, or patches what it wants.
+
+    A hook that wraps one of Megatron's functions wraps it beneath the recorder.
 
     Attributes:
         context: The rank.
@@ -31,13 +49,13 @@ class PretrainRun:
         self.context = context
         self.argv = list(argv)
         self.record = PretrainRecord(rank=context.rank)
-        self.main: Callable[[], None] = main
+        self.main: Callable[[], None] = script.main
         self.after_setup: list[Callable[[Any, Any, Any], None]] = []
         self.before_step: list[Callable[[Any, Any, Any], None]] = []
 
     def run(self) -> PretrainRecord:
         """Run the script and return the record. Collective over all ranks."""
-        sys.argv = ["pretrain_gpt.py", *self.argv]
+        sys.argv = [str(SCRIPT), *self.argv]
         training.train_step = self._recorded(training.train_step)
         training.setup_model_and_optimizer = self._announced(training.setup_model_and_optimizer)
         try:

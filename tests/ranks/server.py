@@ -1,8 +1,8 @@
-"""The fork server: `python -m tests.ranks.server FD [MODULE]`; imports once, then forks the ranks of one job after the other.
+"""The fork server, `python -m tests.ranks.server FD [MODULE]`: imports once, then forks the ranks of job after job.
 
 It is a process of its own, started by the first test that needs it, so that the test process stays light and its
-threads, captured output and patches never reach a rank. Children are forked, never reused: a used Megatron process keeps
-groups and modules alive. Only one thread may exist when forking.
+threads, captured output and patches never reach a rank. Children are forked, never reused: a used Megatron process
+keeps groups and modules alive. Only one thread may exist when forking.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 
 from tests.ranks import child
 from tests.ranks.protocol import Job, Outcome, Report, receive, send
@@ -45,7 +46,7 @@ def main(descriptor: int, preload: str | None = None) -> None:
 
 
 def _get_ready_to_fork() -> None:
-    threads = len(os.listdir("/proc/self/task"))
+    threads = sum(1 for _ in Path("/proc/self/task").iterdir())
     if threads != 1:
         raise RuntimeError(f"the fork server has {threads} threads after its imports; a fork needs exactly 1")
     gc.collect()

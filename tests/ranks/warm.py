@@ -6,14 +6,20 @@ import importlib
 import warnings
 
 # Roots whose import brings in what building, training and saving a small GPT imports by and by.
-_LAZY = """
-getpass megatron.core.datasets.helpers megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader
-megatron.core.models.mimo megatron.core.tokenizers.text.libraries.null_tokenizer megatron.core.tokenizers.text.text_tokenizer
-torch._decomp.decompositions_for_rng torch._dynamo.backends.registry torch._dynamo.polyfills.loader torch._dynamo.symbolic_convert
-torch._functorch.deprecated torch._inductor.standalone_compile torch._inductor.test_operators
-torch.nn.utils._expanded_weights torch.onnx torch.utils._device torch.utils.serialization.config
-torch.distributed.checkpoint
-""".split()
+# fmt: off
+_LAZY = (
+    "getpass",
+    "megatron.core.datasets.helpers",
+    "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader",
+    "megatron.core.models.mimo",
+    "megatron.core.tokenizers.text.libraries.null_tokenizer",
+    "megatron.core.tokenizers.text.models.default_tokenizer",
+    "torch._decomp.decompositions_for_rng", "torch._dynamo.backends.registry", "torch._dynamo.polyfills.loader",
+    "torch._dynamo.symbolic_convert", "torch._functorch.deprecated", "torch._inductor.standalone_compile",
+    "torch._inductor.test_operators", "torch.distributed.checkpoint", "torch.nn.utils._expanded_weights", "torch.onnx",
+    "torch.utils._device", "torch.utils.serialization.config",
+)
+# fmt: on
 
 
 def import_all() -> None:
