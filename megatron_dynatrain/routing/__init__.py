@@ -1,0 +1,1 @@
+"""Who sends what to whom, in which windows, and what it costs: pure."""
