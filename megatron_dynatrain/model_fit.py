@@ -92,11 +92,10 @@ def _check_experts(layout: ParallelLayout, experts: int | None, ffn: int | None)
 
 
 def _check_sequence(layout: ParallelLayout, seq_length: int) -> None:
-    parts, words = 1, []
+    _positive("seq_length", seq_length)
     if layout.cp > 1:
         # Each rank has one chunk from the front of the sequence and its mirror from the back.
-        parts, words = 2 * layout.cp, [f"2 x cp {layout.cp}"]
-    _divides(layout, "seq_length", seq_length, " x ".join(words), parts)
+        _divides(layout, "seq_length", seq_length, f"2 x cp {layout.cp} =", 2 * layout.cp)
     if layout.sequence_parallel and seq_length % (layout.cp * layout.tp):
         parts = layout.cp * layout.tp
         raise _misfit(

@@ -81,6 +81,8 @@ def spread_layers(
     Raises:
         LayoutError: The layers can't be spread so.
     """
+    if num_layers < 1:
+        raise LayoutError("a model needs a layer", subject="num_layers", expected="at least 1", got=num_layers)
     if split.layout is not None:
         counts = _counts_written(split.layout, num_layers, pp, chunks)
     elif split.first is not None or split.last is not None:
@@ -129,13 +131,6 @@ def _counts_even(split: PipelineSplit, num_layers: int, pp: int, chunks: int) ->
     counts = [[units // (pp * chunks)] * chunks for _ in range(pp)]
     counts[0][0] -= split.account_for_embedding
     counts[-1][-1] -= split.account_for_loss
-    if min(counts[0][0], counts[-1][-1]) < 0:
-        raise LayoutError(
-            f"{counted} leave no room for the embedding and the loss on one stage",
-            subject="num_layers",
-            expected=f"at least {units // (pp * chunks) + 1}",
-            got=num_layers,
-        )
     return counts
 
 
