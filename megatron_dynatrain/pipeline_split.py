@@ -146,6 +146,15 @@ def _counts_uneven(split: PipelineSplit, num_layers: int, pp: int, chunks: int) 
             expected="layers left exactly where there are ranks left",
             got=given,
         )
+    if chunks > 1 and not middle_ranks:
+        # Megatron 0.19 divides by the number of middle ranks there (`get_transformer_layer_offset`).
+        raise LayoutError(
+            "a virtual pipeline with first and last set needs a pipeline rank between them",
+            subject="pp",
+            expected=f"at least {ends + 1}",
+            got=given,
+            hint="write the layout out",
+        )
     per_rank = middle // middle_ranks if middle_ranks else 0
     if middle_ranks and middle % middle_ranks:
         raise LayoutError(

@@ -84,7 +84,7 @@ def test_stage_layers_equal_megatron(megatron: types.SimpleNamespace, split: Pip
         layout = ParallelLayout(dp=1, pp=pp, vpp=vpp, split=split)
         try:
             real = real_spread(megatron, num_layers, pp, vpp, split)
-        except (AssertionError, ValueError):
+        except (AssertionError, ValueError, ZeroDivisionError):
             real = None
         # With more layers on the first and last rank than there are, Megatron builds some twice and others never; with
         # both on one rank it drops the first.

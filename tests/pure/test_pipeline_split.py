@@ -82,6 +82,7 @@ def test_interleaved_and_written(
         (3, 3, None, {"first": 4}, "-1 layers are left"),
         (7, 4, None, {"first": 2}, "the 5 layers left can't be spread evenly over 3 pipeline ranks"),
         (8, 3, 2, {"first": 3, "last": 3}, "the 3 layers of pipeline rank 0 can't be spread evenly over vpp 2"),
+        (8, 2, 2, {"first": 4, "last": 4}, "needs a pipeline rank between them"),
         (6, 2, None, {"layout": "Ett|ttL"}, "another number of layers.*expected: 6 layers; got: 4"),
     ],
 )
