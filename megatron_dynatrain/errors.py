@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class DynaTrainError(Exception):
     """Base of all errors of the project; renders where, what was expected, what was got and what to do.
@@ -116,9 +118,15 @@ class StateError(DynaTrainError):
     """A state that nobody listed, or a state that is not what it must be."""
 
 
-class SwitchRefused(DynaTrainError):
+class SwitchFailure(DynaTrainError):
+    """A switch that did not happen; `report` is what is known of it (a `SwitchReport`)."""
+
+    report: Any = None
+
+
+class SwitchRefused(SwitchFailure):
     """A switch that was refused before anything moved."""
 
 
-class SwitchAborted(DynaTrainError):
+class SwitchAborted(SwitchFailure):
     """A switch that failed and was rolled back; the old world trains on."""

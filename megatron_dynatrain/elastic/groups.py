@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -143,3 +144,18 @@ def _forget(name: str | None) -> None:
 def live_groups() -> int:
     """Return how many process groups this process holds, the default group included."""
     return len(distributed_c10d._world.pg_map)
+
+
+@contextmanager
+def default_group(group: object) -> Iterator[None]:
+    """Make `group` the default group of torch.distributed inside the block; not collective.
+
+    Megatron's optimizer gathers over the default group while it is built. Inside the block that is the new world's own
+    group, with the new world's deadline.
+    """
+    before = distributed_c10d._world.default_pg
+    distributed_c10d._update_default_pg(group)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        distributed_c10d._update_default_pg(before)

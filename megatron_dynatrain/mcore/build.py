@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel import random as megatron_random
 from torch.overrides import TorchFunctionMode
@@ -36,6 +37,10 @@ class Hollow(TorchFunctionMode):
     layers name their device, and DDP needs parameters of the real device. Thread-local.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.active = True
+
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -44,6 +49,8 @@ class Hollow(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if not self.active:
+            return func(*args, **kwargs)
         if _unwrapped(func) is _EMPTY:
             shape = tuple(kwargs.pop("size", ())) or (args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
             kwargs.pop("memory_format", None)
@@ -62,8 +69,14 @@ def hollow_build() -> Iterator[None]:
 
     Random streams (Python, NumPy, torch, CUDA and Megatron's tracker) are put back at the end of the block. The
     all-reduce by which a tied output layer fetches its first values is left out: the values come with the switch.
+    From the first DDP on, tensors are real: its buffers and the optimizer's shards are what the switch fills.
     """
-    setup = LanguageModule.setup_embeddings_and_output_layer
+    setup, wrap = LanguageModule.setup_embeddings_and_output_layer, DistributedDataParallel.__init__
+    mode = Hollow()
+
+    def wrap_for_real(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        mode.active = False
+        wrap(self, *args, **kwargs)
 
     def setup_without_collective(self: LanguageModule) -> None:
         before = self.config.init_model_with_meta_device
@@ -75,11 +88,13 @@ def hollow_build() -> Iterator[None]:
 
     with untouched_random_streams():
         LanguageModule.setup_embeddings_and_output_layer = setup_without_collective
+        DistributedDataParallel.__init__ = wrap_for_real
         try:
-            with Hollow():
+            with mode:
                 yield
         finally:
             LanguageModule.setup_embeddings_and_output_layer = setup
+            DistributedDataParallel.__init__ = wrap
 
 
 @contextmanager

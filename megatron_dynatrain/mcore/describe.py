@@ -269,6 +269,16 @@ def _fused_segment(item: NamedParameter, key: str, shard_dim: int | None, layout
     return Segment(key, (count, whole, *local[1:]), 1 if shard_dim == 0 else None)
 
 
+def is_tied(chunks: Sequence[torch.nn.Module]) -> bool:
+    """Return whether the model ties its output layer to its word embedding; equal on every rank."""
+    return bool(getattr(unwrap_model(chunks[0]), "share_embeddings_and_output_weights", False))
+
+
+def number_of_layers(chunks: Sequence[torch.nn.Module]) -> int:
+    """Return the number of transformer layers of the whole model; equal on every rank."""
+    return int(unwrap_model(chunks[0]).config.num_layers)
+
+
 def total_elements(description: ModelDescription) -> int:
     """Return the number of elements of all logical tensors, tied copies counted once."""
     shapes = {segment.key: segment.shape for spec in description.parameters for segment in spec.segments}

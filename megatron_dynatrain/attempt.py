@@ -1,0 +1,238 @@
+"""One attempt at a switch: the target comes to be step by step, and is dropped whole if any rank fails."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_dynatrain.elastic.groups import WorldGroups, default_group
+from megatron_dynatrain.errors import StateError
+from megatron_dynatrain.layout import ParallelLayout
+from megatron_dynatrain.mcore import optimizers, states, teardown
+from megatron_dynatrain.mcore.build import untouched_random_streams
+from megatron_dynatrain.mcore.parallel_state import ParallelState
+from megatron_dynatrain.mcore.random_streams import RandomStreams
+from megatron_dynatrain.mcore.states import MOMENTS, LiveState
+from megatron_dynatrain.mcore.streams_switch import check_streams, streams_after
+from megatron_dynatrain.memory import MemoryNeed, choose_mode
+from megatron_dynatrain.routing.windows import RankPlan, plan_rank
+from megatron_dynatrain.switch_types import SwitchReport, World
+from megatron_dynatrain.transport.base import Deadline
+from megatron_dynatrain.transport.execute import run_plan
+from megatron_dynatrain.transport.torch_p2p import TorchTransport, agree_on_pairs
+from megatron_dynatrain.verify import DigestTable, check_casts, check_scalars
+from megatron_dynatrain.vps.placement import Placement
+from megatron_dynatrain.vps.tensor import StateKind
+
+if TYPE_CHECKING:
+    from megatron_dynatrain.switch import Switcher
+
+
+class Attempt:
+    """Everything of one attempted switch on this rank, in the order in which it comes to be.
+
+    Every method but `world` and `abort` is collective and raises a DynaTrainError on every rank if any rank fails.
+
+    Args:
+        job: The switcher, for what all ranks do together and for the source world.
+        layout: The layout to go to.
+        report: Filled as the figures become known.
+
+    Attributes:
+        moved: Whether bytes may have moved: a failure is then an abort and not a refusal.
+    """
+
+    def __init__(self, job: Switcher, layout: ParallelLayout, report: SwitchReport) -> None:
+        self._job = job
+        self._layout = layout
+        self._report = report
+        self._rank = job.rank
+        self._streams = RandomStreams.capture()
+        self._groups: WorldGroups = job.groups("world", layout.ranks)
+        union = sorted({*job.world.layout.ranks, *layout.ranks})
+        self._transfer_groups: WorldGroups = job.groups("transfer", union)
+        self._parallel_state: ParallelState | None = None
+        self._chunks: list[torch.nn.Module] = []
+        self._optimizer: object = None
+        self._skip: tuple[StateKind, ...] = ()
+        self.moved = False
+
+    # --- prepare ------------------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Check, build the target without values, plan, and agree on every pair's exchange; nothing of the source moves."""
+        job = self._job
+        with job.phase("prepare", "fit"):
+            job.model_fits(self._layout)
+            self._source = LiveState(job.world.chunks, job.world.optimizer, rank=self._rank)
+            self._before = Placement(job.description, job.world.layout, self._source.buffer_policy())
+        step = self._step_of_the_job()
+        moments = step is not None
+        self._skip = () if moments else MOMENTS
+        with job.phase("prepare", "memory"):
+            self._source.check(self._before, moments=moments)
+            self._choose_memory()
+        with job.phase("prepare", "build"):
+            self._build()
+        with job.phase("prepare", "plan"):
+            self._target = LiveState(self._chunks, self._optimizer, rank=self._rank)
+            if moments:
+                self._target.create_moments(step)
+            self._after = Placement(job.description, self._layout, self._target.buffer_policy())
+            self._target.check(self._after, moments=moments)
+            self._plan = self._route(self._before, self._after)
+        with job.phase("prepare", "pairs"):
+            agree_on_pairs(self._plan, self._transport, deadline=self._deadline())
+        self._add_totals()
+
+    def _step_of_the_job(self) -> torch.Tensor | None:
+        """Return the one step count of the job's optimizers, in the optimizer's own type; None before the first step."""
+        template = self._source.step_template()
+        kept = None if template is None else template.detach().clone()
+        gathered = self._job.gather("step", (sorted(self._source.steps()), kept))
+        distinct = sorted({step for steps, _ in gathered.values() for step in steps})
+        if len(distinct) > 1:
+            raise StateError(
+                "the optimizer's step counts differ",
+                phase="prepare",
+                subject="step",
+                expected="one step count on all ranks and parameters",
+                got=distinct,
+                hint="an optimizer that counts differently per parameter can't be switched",
+            )
+        return next((tensor for _, tensor in gathered.values() if tensor is not None), None)
+
+    def _choose_memory(self) -> None:
+        options = self._job.options
+        after = Placement(self._job.description, self._layout, self._source.buffer_policy())
+        need = MemoryNeed.of(self._before, after, self._rank, staging=options.budget.bytes)
+        self._report.memory_mode = choose_mode(options.memory, need, limit=options.memory_limit, rank=self._rank)
+
+    def _build(self) -> None:
+        """Make the target's groups, chunks and optimizer; the source's gradient buffers are released first."""
+        self._parallel_state = ParallelState.build(self._layout, self._groups)
+        self._transport = TorchTransport(
+            self._transfer_groups.group(), rank=self._rank, ranks=self._transfer_groups.ranks
+        )
+        states.release_gradients(self._job.world.chunks)
+        with self._parallel_state.active(), default_group(self._groups.group()), untouched_random_streams():
+            self._chunks, self._optimizer = self._job.build(self._layout)
+        states.release_gradients(self._chunks)
+
+    def _route(self, before: Placement, after: Placement) -> RankPlan:
+        return plan_rank(before, after, self._rank, budget=self._job.options.budget, skip_states=self._skip)
+
+    def _add_totals(self) -> None:
+        plan, report = self._plan, self._report
+        held = _nbytes(self._memory(self._source)), _nbytes(self._memory(self._target))
+        row = (plan.sent_bytes, plan.received_bytes, plan.local_bytes, plan.minimum_received_bytes)
+        peak = held[0] + held[1] + plan.staging_bytes
+        step_peak = held[0] + states.gradient_bytes(self._source.chunks)
+        rows = list(self._job.gather("totals", (*row, peak, step_peak)).values())
+        report.moved_bytes, _, report.local_bytes, report.minimum_bytes, _, _ = (sum(c) for c in zip(*rows, strict=True))
+        report.max_send_bytes, report.max_recv_bytes, _, _, report.peak_bytes, report.peak_step_bytes = (
+            max(column) for column in zip(*rows, strict=True)
+        )
+        report.windows = len(plan.windows)
+
+    # --- transfer, verify ---------------------------------------------------------------------------------------------
+
+    def transfer(self) -> None:
+        """Move every state, then what is not a tensor per parameter; the source keeps all of its own."""
+        job = self._job
+        self.moved = True
+        with job.phase("transfer", "bytes"), torch.no_grad():
+            run_plan(
+                self._plan,
+                self._memory(self._source),
+                self._memory(self._target),
+                self._transport,
+                deadline=self._deadline(),
+                on_window=lambda index: job.on_phase(f"transfer/window {index}"),
+            )
+        with job.phase("transfer", "scalars"):
+            optimizers.carry_groups(self._source.optimizer, self._target.optimizer, rank=self._rank)
+            optimizers.carry_scaler(self._source.optimizer, self._target.optimizer, rank=self._rank)
+
+    def verify(self) -> None:
+        """Prove that the target holds what the source holds; after this every rank commits."""
+        job = self._job
+        streams = streams_after(
+            job.world.layout,
+            self._layout,
+            self._rank,
+            own=self._streams,
+            gather=lambda name, value: job.gather(name, value, phase="verify"),
+            seed=job.options.seed,
+            number=job.committed + 1,
+        )
+        with job.phase("verify", "digest"):
+            streams.restore()
+            if job.options.verify != "off":
+                before = DigestTable.compute(self._before, self._memory(self._source), self._rank, skip=self._skip)
+                after = DigestTable.compute(self._after, self._memory(self._target), self._rank, skip=self._skip)
+                check_casts(self._target, rank=self._rank)
+                check_scalars(self._source, self._target, rank=self._rank)
+        if job.options.verify == "full":
+            with job.phase("verify", "return"), torch.no_grad():
+                self._compare_every_bit()
+        with job.phase("verify", "compare"):
+            if job.options.verify != "off":
+                before.compare(after, self._transport.group)
+                check_streams(
+                    self._layout,
+                    self._rank,
+                    streams,
+                    gather=lambda name, value: job.gather(name, value, phase="verify"),
+                )
+
+    def _compare_every_bit(self) -> None:
+        """Send the target's state back to where it came from, into scratch memory, and compare it with the source."""
+        memory = self._memory(self._source)
+        scratch = {name: torch.empty_like(flat) for name, flat in memory.items()}
+        plan = self._route(self._after, self._before)
+        run_plan(plan, self._memory(self._target), scratch, self._transport, deadline=self._deadline())
+        for name, flat in memory.items():
+            if not torch.equal(flat.view(torch.uint8), scratch[name].view(torch.uint8)):
+                raise StateError(
+                    "state came back from the target with other bits", rank=self._rank, phase="verify", subject=name
+                )
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def world(self) -> World:
+        """Return the finished target; local."""
+        if self._parallel_state is None:
+            raise StateError("a world was asked for before it was built", rank=self._rank)
+        return World(self._layout, self._chunks, self._optimizer, self._parallel_state)
+
+    def release_transport(self) -> None:
+        """Destroy the groups of the transfer; local."""
+        self._transfer_groups.destroy()
+
+    def abort(self) -> None:
+        """Drop everything of the target; the old world is untouched but for its gradient buffers, made again. Local."""
+        self._streams.restore()
+        self.release_transport()
+        if self._optimizer is not None:
+            teardown.release_optimizer(self._optimizer)
+        if self._chunks:
+            teardown.release_model(self._chunks)
+            self._chunks.clear()
+        self._optimizer = None
+        if self._parallel_state is not None:
+            self._parallel_state.destroy()
+        self._groups.destroy()
+        teardown.collect()
+        states.restore_gradients(self._job.world.chunks)
+
+    def _memory(self, live: LiveState) -> dict[str, torch.Tensor]:
+        return live.memory(moments=not self._skip)
+
+    def _deadline(self) -> Deadline:
+        return Deadline(self._job.options.timeout)
+
+
+def _nbytes(memory: dict[str, torch.Tensor]) -> int:
+    return sum(flat.numel() * flat.element_size() for flat in memory.values())

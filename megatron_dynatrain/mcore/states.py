@@ -1,0 +1,261 @@
+"""The memory behind every state of one world on this rank, checked against the predicted placement."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megatron_dynatrain.errors import PlacementError, StateError, UnsupportedError
+from megatron_dynatrain.mcore.describe import NamedParameter, dtype_name, named_parameters
+from megatron_dynatrain.vps.flat_buffer import BufferPolicy
+from megatron_dynatrain.vps.placement import Placement, slab_name
+from megatron_dynatrain.vps.tensor import StateKind
+
+MOMENTS = (StateKind.EXP_AVG, StateKind.EXP_AVG_SQ)
+_KNOWN_STATES = frozenset({"step", *(kind.value for kind in MOMENTS)})
+
+
+def distributed_optimizers(optimizer: object) -> list[DistributedOptimizer]:
+    """Return the distributed optimizers inside a (chained) Megatron optimizer, stubs left out.
+
+    Raises:
+        UnsupportedError: Another kind of optimizer, by name.
+    """
+    found = []
+    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if not isinstance(inner, DistributedOptimizer):
+            raise UnsupportedError(
+                "only the distributed optimizer can be switched",
+                subject=type(inner).__name__,
+                hint="train with --use-distributed-optimizer",
+            )
+        if inner.is_stub_optimizer:
+            continue
+        if not isinstance(inner.optimizer, torch.optim.Adam | torch.optim.AdamW):
+            raise UnsupportedError(
+                "the inner optimizer is not one whose states are known",
+                subject=type(inner.optimizer).__name__,
+                expected="torch.optim.Adam or torch.optim.AdamW",
+            )
+        found.append(inner)
+    return found
+
+
+@dataclass(frozen=True)
+class OwnedRun:
+    """The part of one parameter whose optimizer state this rank keeps: `[start, stop)` of the flat local parameter."""
+
+    optimizer: DistributedOptimizer
+    main: torch.Tensor
+    start: int
+    stop: int
+
+    @property
+    def state(self) -> dict[str, torch.Tensor]:
+        """The inner optimizer's state of this run (live, not a copy)."""
+        return self.optimizer.optimizer.state[self.main]
+
+
+def owned_runs(optimizer: object) -> dict[torch.nn.Parameter, OwnedRun]:
+    """Return, per model parameter, the run of it that this rank's optimizer owns; local."""
+    runs = {}
+    for inner in distributed_optimizers(optimizer):
+        for parameter, (group, order) in inner.model_param_group_index_map.items():
+            span = inner._get_model_param_range_map(parameter)["param"]
+            main = inner.optimizer.param_groups[group]["params"][order]
+            runs[parameter] = OwnedRun(inner, main, span.start, span.end)
+    return runs
+
+
+class LiveState:
+    """All state of one world on this rank: named parameters, owned runs and the memory by slab name.
+
+    Args:
+        chunks: Model chunks, wrapped in Megatron's DDP.
+        optimizer: Megatron's (chained) distributed optimizer.
+        rank: Global rank, for messages.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], optimizer: object, *, rank: int) -> None:
+        self.rank = rank
+        self.chunks = list(chunks)
+        for chunk in self.chunks:
+            if not isinstance(chunk, DistributedDataParallel):
+                raise UnsupportedError(
+                    "only Megatron's DistributedDataParallel can be switched",
+                    subject=type(chunk).__name__,
+                    hint="train without FSDP",
+                )
+        self.optimizer = optimizer
+        self.named: list[NamedParameter] = named_parameters(chunks)
+        self.runs = owned_runs(optimizer)
+
+    def buffer_policy(self) -> BufferPolicy:
+        """Return the buffer policy that the real DDP chunks were built with."""
+        config = self.chunks[0].ddp_config
+        return BufferPolicy(
+            bucket_size=config.bucket_size, pad_for_high_nccl_busbw=config.pad_buckets_for_high_nccl_busbw
+        )
+
+    def steps(self) -> set[float]:
+        """Return the distinct optimizer step counts on this rank (one in a healthy job, none before the first step)."""
+        return {float(run.state["step"]) for run in self.runs.values() if "step" in run.state}
+
+    def step_template(self) -> torch.Tensor | None:
+        """Return one `step` entry, whose type and dtype the target must keep; None where there is none."""
+        for run in self.runs.values():
+            if "step" in run.state:
+                return run.state["step"]
+        return None
+
+    def create_moments(self, step: torch.Tensor | None) -> None:
+        """Make the optimizer's state entries without values: the moments are filled by the transfer.
+
+        Args:
+            step: Step count to start from, copied per parameter (sharing one tensor would count it up once per parameter).
+        """
+        for run in self.runs.values():
+            state = run.optimizer.optimizer.state[run.main]
+            state.clear()
+            if step is not None:
+                state["step"] = step.detach().clone()
+            for kind in MOMENTS:
+                state[kind.value] = torch.empty_like(run.main, memory_format=torch.contiguous_format)
+
+    def memory(self, *, moments: bool) -> dict[str, torch.Tensor]:
+        """Return slab name -> flat tensor over the live memory.
+
+        Raises:
+            StateError: An optimizer state that nobody listed, or one that is missing; names it.
+        """
+        slabs: dict[str, torch.Tensor] = {}
+        for item in self.named:
+            flat = item.parameter.detach().view(-1)
+            slabs[slab_name(StateKind.PARAM, item.chunk, item.name)] = flat
+            run = self.runs.get(item.parameter)
+            if run is not None:
+                slabs.update(self._owned(item, run, flat, moments))
+        return slabs
+
+    def _owned(
+        self, item: NamedParameter, run: OwnedRun, flat: torch.Tensor, moments: bool
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        main = run.main.detach().view(-1)
+        if not _is_view(main, flat, run.start):
+            if flat.dtype == torch.float32:
+                raise StateError(
+                    "a float32 parameter has a main parameter of its own; the layout of its optimizer is not understood",
+                    rank=self.rank,
+                    subject=item.name,
+                )
+            yield slab_name(StateKind.MAIN, item.chunk, item.name), main
+        if not moments:
+            return
+        state = run.state
+        unknown = sorted(set(state) - _KNOWN_STATES)
+        missing = sorted(kind.value for kind in MOMENTS if kind.value not in state)
+        if unknown or missing:
+            raise StateError(
+                "the optimizer's states are not the ones in the list",
+                rank=self.rank,
+                subject=item.name,
+                expected=sorted(_KNOWN_STATES),
+                got=sorted(state),
+                hint="an unlisted state would be lost by a switch, a missing one would be made of zeros",
+            )
+        for kind in MOMENTS:
+            yield slab_name(kind, item.chunk, item.name), state[kind.value].detach().view(-1)
+
+    def check(self, placement: Placement, *, moments: bool) -> None:
+        """Check the real objects against the predicted placement: names, shapes, dtypes, runs and buffer index maps.
+
+        Raises:
+            PlacementError: The first difference, named.
+        """
+        memory = self.memory(moments=moments)
+        predicted = {
+            slab.name: (slab.numel, slab.dtype)
+            for slab in placement.slabs(self.rank)
+            if moments or slab.state not in MOMENTS
+        }
+        actual = {name: (flat.numel(), dtype_name(flat.dtype)) for name, flat in memory.items()}
+        for name in sorted(predicted.keys() | actual.keys()):
+            if predicted.get(name) != actual.get(name):
+                raise PlacementError(
+                    "the predicted placement and the real model disagree",
+                    rank=self.rank,
+                    subject=name,
+                    expected=f"{predicted.get(name, 'nothing')} (predicted elements, dtype)",
+                    got=f"{actual.get(name, 'nothing')} (real)",
+                    hint="nothing was moved; this Megatron builds its model in a way the plugin doesn't know",
+                )
+        self._check_runs(placement, moments)
+        self._check_buffers(placement)
+
+    def _check_runs(self, placement: Placement, moments: bool) -> None:
+        by_name = {(item.chunk, item.name): item for item in self.named}
+        for slab in placement.slabs(self.rank):
+            item = by_name[slab.chunk, slab.parameter]
+            run = self.runs.get(item.parameter)
+            if slab.state in (StateKind.PARAM, StateKind.BUFFER) or (slab.state in MOMENTS and not moments):
+                continue
+            actual = (run.start, run.stop) if run is not None else None
+            if actual != tuple(slab.run):
+                raise PlacementError(
+                    "the predicted optimizer shard and the real one disagree",
+                    rank=self.rank,
+                    subject=slab.name,
+                    expected=f"elements {slab.run} of the local parameter",
+                    got=f"elements {actual}",
+                )
+
+    def _check_buffers(self, placement: Placement) -> None:
+        names = {item.parameter: item.name for item in self.named}
+        predicted = {}
+        for buffer in placement.buffers(self.rank):
+            for name, start, end, bucket in buffer.index:
+                predicted[buffer.chunk, name] = (start, end, bucket)
+        actual = {}
+        for chunk, wrapped in enumerate(self.chunks):
+            for buffer in [*wrapped.buffers, *wrapped.expert_parallel_buffers]:
+                for parameter, (start, end, bucket) in buffer.param_index_map.items():
+                    actual[chunk, names[parameter]] = (start, end, bucket)
+        for key in sorted(predicted.keys() | actual.keys()):
+            if predicted.get(key) != actual.get(key):
+                raise PlacementError(
+                    "the predicted DDP buffer and the real one disagree",
+                    rank=self.rank,
+                    subject=f"chunk {key[0]}, {key[1]}",
+                    expected=f"(start, end, bucket) {predicted.get(key)}",
+                    got=f"{actual.get(key)}",
+                )
+
+
+def _is_view(main: torch.Tensor, flat: torch.Tensor, start: int) -> bool:
+    """Return whether the optimizer's shard shares the model parameter's memory at its place."""
+    return main.dtype == flat.dtype and main.data_ptr() == flat.data_ptr() + start * flat.element_size()
+
+
+def gradient_bytes(chunks: Sequence[torch.nn.Module]) -> int:
+    """Return the bytes of the gradient buffers of the chunks, held or released."""
+    return sum(
+        buffer.numel * buffer.grad_data.element_size()
+        for chunk in chunks
+        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]
+    )
+
+
+def release_gradients(chunks: Sequence[torch.nn.Module]) -> None:
+    """Free the gradient buffers; gradients are dead at an iteration boundary."""
+    for chunk in chunks:
+        chunk.offload_grad_buffers(synchronize=False, empty_cache=False)
+
+
+def restore_gradients(chunks: Sequence[torch.nn.Module]) -> None:
+    """Make the gradient buffers again, zeroed; a no-op where they were not released."""
+    for chunk in chunks:
+        chunk.restore_grad_buffers(synchronize=False)

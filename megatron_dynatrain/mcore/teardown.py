@@ -1,0 +1,76 @@
+"""Let go of an old world: after this nothing keeps its modules, buffers, hooks or groups alive.
+
+What held on, each found by counting live modules and threads after a switch: the DDP's grad accumulators (a hook closes
+over the DDP), `main_grad` and `main_param` attributes of parameters, the distributed optimizer's shard lists (in fp32 a
+shard's grad_fn reaches the model), the inner optimizer's state, and module attributes that hold process groups.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+
+import torch
+
+_SHARD_LISTS = (
+    "model_float16_groups",
+    "model_fp32_groups",
+    "shard_float16_groups",
+    "shard_fp32_groups",
+    "shard_fp32_from_float16_groups",
+)
+_PARAMETER_ATTRIBUTES = ("main_grad", "main_param", "grad_added_to_main_grad")
+
+
+def release_optimizer(optimizer: object) -> None:
+    """Empty a Megatron (chained) distributed optimizer; local, the optimizer is unusable afterwards."""
+    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for name in _SHARD_LISTS:
+            groups = getattr(inner, name, None)
+            if groups is not None:
+                groups.clear()
+        for name in ("opt_group_ranges", "gbuf_ranges", "buffers"):
+            if getattr(inner, name, None) is not None:
+                setattr(inner, name, [])
+        for name in ("model_param_gbuf_map", "model_param_group_index_map", "per_model_buffers"):
+            mapping = getattr(inner, name, None)
+            if mapping is not None:
+                mapping.clear()
+        if getattr(inner, "optimizer", None) is not None:
+            inner.optimizer.state.clear()
+            inner.optimizer.param_groups.clear()
+        inner.__dict__.pop("model_chunks", None)
+    chained = getattr(optimizer, "chained_optimizers", None)
+    if chained is not None:
+        optimizer.__dict__.pop("model_chunks", None)
+
+
+def release_model(chunks: Sequence[torch.nn.Module]) -> None:
+    """Empty Megatron DDP chunks and free the storage of their buffers; local, the chunks are unusable afterwards."""
+    for chunk in chunks:
+        chunk.grad_accs.clear()
+        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+            for data in (buffer.param_data, buffer.grad_data):
+                if data is not None:
+                    data.untyped_storage().resize_(0)
+        for module in chunk.modules():
+            dispatcher = getattr(module, "token_dispatcher", None)
+            if dispatcher is not None:
+                dispatcher.__dict__.clear()
+        for parameter in chunk.parameters():
+            for name in _PARAMETER_ATTRIBUTES:
+                if hasattr(parameter, name):
+                    delattr(parameter, name)
+        for name in ("bucket_groups", "expert_parallel_bucket_groups", "buffers", "expert_parallel_buffers"):
+            getattr(chunk, name).clear()
+        chunk.param_to_bucket_group.clear()
+
+
+def collect() -> None:
+    """Collect the cycles that an old world leaves behind; once per switch, after everything was released."""
+    gc.collect()
+
+
+def live_modules() -> int:
+    """Return how many torch modules this process holds, for leak tests."""
+    return sum(1 for item in gc.get_objects() if isinstance(item, torch.nn.Module))

@@ -1,0 +1,195 @@
+"""One switch of a running job from its layout to another, as a transaction: prepare, transfer, verify, commit or abort.
+
+Works on Megatron chunks and optimizers alone; `megatron.training` is not needed. `training/` stands on top of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from megatron_dynatrain.attempt import Attempt
+from megatron_dynatrain.elastic.control import ControlPlane
+from megatron_dynatrain.elastic.groups import WorldGroups
+from megatron_dynatrain.errors import DynaTrainError, SwitchAborted, SwitchRefused
+from megatron_dynatrain.layout import ParallelLayout
+from megatron_dynatrain.mcore import states, teardown
+from megatron_dynatrain.mcore.describe import describe_local, is_tied, merge, number_of_layers
+from megatron_dynatrain.mcore.parallel_state import ParallelState
+from megatron_dynatrain.mcore.states import LiveState
+from megatron_dynatrain.switch_types import BuildTarget, SwitchOptions, SwitchReport, World
+from megatron_dynatrain.vps.placement import Placement
+from megatron_dynatrain.vps.tensor import ModelDescription
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["SwitchOptions", "SwitchReport", "Switcher", "World"]
+
+
+class Switcher:
+    """Changes the layout of a running job between two steps.
+
+    Made once per process, on every rank, after the model and the optimizer. `world` is always the current one.
+
+    Args:
+        layout: Layout that the job runs on now.
+        chunks: Model chunks in Megatron's DDP.
+        optimizer: Megatron's distributed optimizer.
+        build: Builds the target; see `BuildTarget`.
+        options: Settings, equal on every rank.
+        store: Store that all ranks share; the default group's where None.
+        name: Name of the job on that store, unique per Switcher of a process group.
+        model_fits: Refuses a layout that the model can't take, by raising a DynaTrainError; the same on every rank.
+
+    Attributes:
+        world: The current world.
+        committed: Number of switches committed so far.
+        description: The model, free of any layout.
+        on_phase: Called with the name of each phase as it begins, for tests and for progress.
+    """
+
+    def __init__(
+        self,
+        *,
+        layout: ParallelLayout,
+        chunks: Sequence[torch.nn.Module],
+        optimizer: object,
+        build: BuildTarget,
+        options: SwitchOptions | None = None,
+        store: dist.Store | None = None,
+        name: str = "dynatrain",
+        model_fits: Callable[[ParallelLayout], None] | None = None,
+    ) -> None:
+        self.options = options or SwitchOptions()
+        self.rank = dist.get_rank()
+        self.name = name
+        self.store = store if store is not None else distributed_c10d._get_default_store()
+        self.backend = str(dist.get_backend())
+        self.world = World(layout, list(chunks), optimizer, ParallelState.capture())
+        self.committed = 0
+        self.on_phase: Callable[[str], None] = lambda phase: None
+        self.build = build
+        self.model_fits = model_fits or (lambda layout: None)
+        self._attempts = 0
+        self._control = ControlPlane(self.store, ranks=layout.ranks, rank=self.rank, tag=f"{name}/control")
+        self.description = self._describe()
+
+    def _describe(self) -> ModelDescription:
+        """Describe the whole model from every rank's real objects, and check its placement on them; collective."""
+        world = self.world
+        local: Any = None
+        with self.phase("check", "describe"):
+            local = describe_local(world.chunks, world.layout)
+        mine = (local, is_tied(world.chunks), number_of_layers(world.chunks))
+        parts = [part for _, part in sorted(self.gather("specs", mine, phase="check").items())]
+        with self.phase("check", "placement"):
+            description = merge([part[0] for part in parts], num_layers=parts[0][2], tied=parts[0][1])
+            live = LiveState(world.chunks, world.optimizer, rank=self.rank)
+            live.check(Placement(description, world.layout, live.buffer_policy()), moments=bool(live.steps()))
+        return description
+
+    def switch(self, layout: ParallelLayout) -> SwitchReport:
+        """Move the job to another layout; collective, called by every rank at an iteration boundary.
+
+        Raises:
+            SwitchRefused: Before anything moved.
+            SwitchAborted: After something moved; the old world is as it was.
+                Both carry the report as `report` and the first error as `__cause__`.
+        """
+        self._attempts += 1
+        report = SwitchReport(self.world.layout, layout, number=self.committed + 1, verify=self.options.verify)
+        attempt = Attempt(self, layout, report)
+        try:
+            with _timed(report, "prepare_s"):
+                attempt.prepare()
+            with _timed(report, "transfer_s"):
+                attempt.transfer()
+            with _timed(report, "verify_s"):
+                attempt.verify()
+        except DynaTrainError as error:
+            attempt.abort()
+            report.outcome = "aborted" if attempt.moved else "refused"
+            report.error = str(error)
+            raise _failure(report, error) from error
+        with _timed(report, "commit_s"):
+            self._commit(attempt)
+        report.outcome = "committed"
+        return report
+
+    def _commit(self, attempt: Attempt) -> None:
+        """Make the target current and let go of the old world; local, every rank has agreed to it."""
+        before, self.world = self.world, attempt.world()
+        self.world.parallel_state.swap_in()
+        self.committed += 1
+        attempt.release_transport()
+        teardown.release_optimizer(before.optimizer)
+        teardown.release_model(before.chunks)
+        before.parallel_state.destroy()
+        before.chunks.clear()
+        before.optimizer = None
+        teardown.collect()
+        states.restore_gradients(self.world.chunks)
+
+    # --- all ranks together -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def phase(self, phase: str, name: str) -> Iterator[None]:
+        """Run a part of a phase, then go on or fail together with all ranks; collective.
+
+        Raises:
+            DynaTrainError: The first failure of any rank, the same on every rank.
+        """
+        error: BaseException | None = None
+        try:
+            self.on_phase(f"{phase}/{name}")
+            yield
+        except Exception as caught:
+            logger.debug("rank %d: %s/%s failed", self.rank, phase, name, exc_info=True)
+            error = caught
+        try:
+            self._control.decide(
+                f"{self._attempts}/{phase}/{name}", error, phase=phase, seconds=self.options.timeout
+            )
+        except DynaTrainError as verdict:
+            raise verdict from error
+
+    def gather(self, name: str, value: object, *, phase: str = "prepare") -> Mapping[int, Any]:
+        """Return a small value of every rank, by rank; collective, once per name and attempt."""
+        return self._control.gather(f"{self._attempts}/{name}", value, phase=phase, seconds=self.options.timeout)
+
+    def groups(self, kind: str, ranks: Sequence[int]) -> WorldGroups:
+        """Return a maker of process groups for this attempt."""
+        return WorldGroups(
+            self.store,
+            ranks=ranks,
+            rank=self.rank,
+            tag=f"{self.name}/{self._attempts}/{kind}",
+            backend=self.backend,
+            timeout=self.options.timeout,
+        )
+
+
+@contextmanager
+def _timed(report: SwitchReport, name: str) -> Iterator[None]:
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        setattr(report, name, time.perf_counter() - began)
+
+
+def _failure(report: SwitchReport, error: DynaTrainError) -> SwitchRefused | SwitchAborted:
+    kind = SwitchAborted if report.outcome == "aborted" else SwitchRefused
+    failure = kind(
+        f"the switch from {report.source.describe()} to {report.target.describe()} was {report.outcome}; "
+        f"training goes on with {report.source.describe()}: {error}"
+    )
+    failure.report = report
+    return failure

@@ -1,0 +1,59 @@
+"""Data iterators of the current world: rebuilt from the consumed samples after each switch."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import megatron.training.training as megatron_training
+
+Provider = Callable[..., Any]
+
+
+@dataclass
+class DataIterators:
+    """The three iterators (or lists of them, one per virtual stage) as `pretrain()` holds them."""
+
+    train: Any
+    valid: Any
+    test: Any
+
+
+def rebuild(build: Callable[[Provider], tuple[Any, Any, Any]], provider: Provider, vpp: int | None) -> DataIterators:
+    """Make the iterators of the live layout, positioned at the consumed samples; collective.
+
+    Megatron's samplers are a function of (consumed samples, micro-batch size, data-parallel rank and size), so every
+    sample is used once and in the same global batch as without a switch.
+
+    Args:
+        build: Stock `build_train_valid_test_data_iterators`.
+        provider: The job's dataset provider.
+        vpp: Number of model chunks per stage; None without interleaving.
+    """
+    if vpp is None:
+        return DataIterators(*build(provider))
+    result = DataIterators([], [], [])
+    if "vp_stage" not in inspect.signature(provider).parameters:
+        raise TypeError("an interleaved pipeline needs a dataset provider with a vp_stage keyword")
+    for stage in range(vpp):
+        staged = functools.partial(provider, vp_stage=stage)
+        if getattr(provider, "is_distributed", False):
+            staged.is_distributed = True  # type: ignore[attr-defined]
+        train, valid, test = build(staged)
+        result.train.append(train)
+        result.valid.append(valid)
+        result.test.append(test)
+    return result
+
+
+def provider_of(called_with: Provider) -> Provider:
+    """Return the job's own provider behind Megatron's per-stage partial."""
+    return called_with.func if isinstance(called_with, functools.partial) else called_with
+
+
+def stock_builder() -> Callable[[Provider], tuple[Any, Any, Any]]:
+    """Return Megatron's iterator builder as it is now."""
+    return megatron_training.build_train_valid_test_data_iterators

@@ -1,0 +1,91 @@
+"""Install the plugin into `megatron.training`: flags in its parser, checks after parsing, `train()` in segments."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from typing import Any
+
+import megatron.training.arguments as megatron_arguments
+import torch
+from megatron.training import get_args
+
+from megatron_dynatrain.schedule.schema import Schedule
+from megatron_dynatrain.training.arguments import (
+    DynamicOptions,
+    add_dynamic_parallelism_args,
+    refuse_unsupported,
+    validate_options,
+)
+from megatron_dynatrain.training.builder import ModelBuilder
+from megatron_dynatrain.training.data import Provider
+from megatron_dynatrain.training.job import DynamicJob, Roles
+from megatron_dynatrain.training.loop import Segments
+from megatron_dynatrain.training.schedule import launch_target, pin_vocabulary, planned_switches, read_schedule
+
+
+class Plugin:
+    """The plugin in one process: wraps Megatron's parser now, and its training functions once the flags ask for it."""
+
+    def __init__(self) -> None:
+        self.options: DynamicOptions | None = None
+        self.schedule: Schedule | None = None
+        self.segments = Segments(self._start)
+        self._add_arguments = megatron_arguments.add_megatron_arguments
+        self._validate = megatron_arguments.validate_args
+
+    def install(self) -> None:
+        """Add the flags to Megatron's parser and check them when it validates its arguments."""
+        megatron_arguments.add_megatron_arguments = self._with_flags
+        megatron_arguments.validate_args = self._validated
+
+    def uninstall(self) -> None:
+        """Put Megatron's own functions back."""
+        megatron_arguments.add_megatron_arguments = self._add_arguments
+        megatron_arguments.validate_args = self._validate
+        self.segments.uninstall()
+
+    def _with_flags(self, parser: ArgumentParser) -> ArgumentParser:
+        return add_dynamic_parallelism_args(self._add_arguments(parser))
+
+    def _validated(self, args: Namespace, *rest: Any, **kwargs: Any) -> Any:
+        result = self._validate(args, *rest, **kwargs)
+        self.check(args)
+        return result
+
+    def check(self, args: Namespace) -> None:
+        """Check flags and schedule against the model and the world, before anything is built; equal on every rank.
+
+        Raises:
+            ScheduleError, UnsupportedError: What is wrong, by flag or by file, line and key.
+        """
+        options = validate_options(args)
+        if not options.enabled:
+            return
+        refuse_unsupported(args)
+        self.options = options
+        self.schedule = read_schedule(options)
+        pin_vocabulary(args, self.schedule)
+        planned_switches(self.schedule, args, start_iteration=0)
+        self.segments.install()
+
+    def _start(
+        self, model: list[torch.nn.Module], roles: Roles, builder: ModelBuilder, provider: Provider
+    ) -> DynamicJob:
+        args = get_args()
+        assert self.options is not None
+        return DynamicJob(
+            options=self.options,
+            pending=planned_switches(self.schedule, args, start_iteration=args.iteration),
+            model=model,
+            roles=roles,
+            builder=builder,
+            provider=provider,
+            launch=launch_target(args),
+        )
+
+
+def install() -> Plugin:
+    """Install the plugin into this process; call it before the script parses its arguments."""
+    plugin = Plugin()
+    plugin.install()
+    return plugin

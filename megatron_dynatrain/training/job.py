@@ -1,0 +1,207 @@
+"""One pretraining job whose layout changes: decides when, switches, and lets everything of Megatron follow."""
+
+from __future__ import annotations
+
+import logging
+import time
+from argparse import Namespace
+from dataclasses import dataclass, field
+from typing import Any
+
+import megatron.core.num_microbatches_calculator as microbatches
+import torch
+import torch.distributed as dist
+from megatron.core.utils import get_model_config
+from megatron.training import get_args, get_tensorboard_writer
+
+from megatron_dynatrain.errors import SwitchFailure
+from megatron_dynatrain.layout import ParallelLayout
+from megatron_dynatrain.records import (
+    SwitchRecord,
+    append_record,
+    format_line,
+    tensorboard_scalars,
+    tensorboard_text,
+)
+from megatron_dynatrain.schedule.resolve import PlannedSwitch, Target
+from megatron_dynatrain.switch import Switcher, SwitchOptions, SwitchReport
+from megatron_dynatrain.training.arguments import DynamicOptions
+from megatron_dynatrain.training.builder import ModelBuilder
+from megatron_dynatrain.training.data import DataIterators, Provider, rebuild, stock_builder
+from megatron_dynatrain.training.world_args import ArgumentChange, values_for
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Roles:
+    """What `pretrain()` and `train()` hold beyond the model list, by role: always the current world's."""
+
+    optimizer: Any
+    scheduler: Any
+    data: DataIterators
+    config: Any
+
+
+@dataclass
+class _Pending:
+    """A switch that is done but whose stall still lasts: until the first step under the new layout begins."""
+
+    report: SwitchReport
+    trigger: str
+    iteration: int
+    began: float
+
+
+@dataclass
+class DynamicJob:
+    """State of the plugin in one process; made at the first entry of `train()`.
+
+    Args:
+        options: The checked flags.
+        pending: Switches of the schedule that are still to come, in order.
+        model: The model list that `pretrain()` holds; its content is replaced.
+        roles: What else it holds.
+        builder: Builds another layout's chunks and optimizer.
+        provider: The job's dataset provider.
+        launch: The layout it was launched with.
+    """
+
+    options: DynamicOptions
+    pending: list[PlannedSwitch]
+    model: list[torch.nn.Module]
+    roles: Roles
+    builder: ModelBuilder
+    provider: Provider
+    launch: Target
+    layout: ParallelLayout = field(init=False)
+    switcher: Switcher = field(init=False)
+    _new_data: DataIterators | None = None
+    _stalled: _Pending | None = None
+    _boundary: float = 0.0
+
+    def __post_init__(self) -> None:
+        args = get_args()
+        self.layout = self.launch.layout
+        self.switcher = Switcher(
+            layout=self.layout,
+            chunks=self.model,
+            optimizer=self.roles.optimizer,
+            build=self._build,
+            options=SwitchOptions(
+                memory=self.options.memory,
+                verify=self.options.verify,
+                timeout=self.options.timeout_s,
+                seed=args.seed,
+            ),
+        )
+        self._micro_batch_size = args.micro_batch_size
+
+    # --- when ---------------------------------------------------------------------------------------------------------
+
+    def due(self, iteration: int, args: Namespace) -> PlannedSwitch | None:
+        """Return the switch that is due at this boundary; local, the same on every rank."""
+        if self.pending and self.pending[0].trigger.due(iteration, args.consumed_train_samples):
+            return self.pending[0]
+        return None
+
+    def boundary_reached(self) -> None:
+        """Note the time: the last step under the old layout, with its logging and saving, is over."""
+        self._boundary = time.perf_counter()
+
+    # --- the switch ---------------------------------------------------------------------------------------------------
+
+    def change_layout(self, iteration: int, context: dict[str, Any]) -> bool:
+        """Do the switch that is due; collective. Returns whether the layout changed; the job goes on either way."""
+        planned = self.pending.pop(0)
+        target = planned.target
+        args = get_args()
+        change = ArgumentChange(args, values_for(target.layout, target.micro_batch_size))
+        self._micro_batch_size = target.micro_batch_size
+        try:
+            report = self.switcher.switch(target.layout)
+        except SwitchFailure as failure:
+            change.undo()
+            self._micro_batch_size = args.micro_batch_size
+            self._new_data = None
+            self._keep(failure.report, planned, iteration, time.perf_counter() - self._boundary)
+            return False
+        self._follow(target, args, context)
+        self._stalled = _Pending(report, str(planned.trigger), iteration, self._boundary)
+        return True
+
+    def _build(self, layout: ParallelLayout) -> tuple[list[torch.nn.Module], object]:
+        """Build the target's chunks and optimizer, and the data iterators that belong to it."""
+        chunks, optimizer = self.builder(layout)
+        self._new_data = rebuild(stock_builder(), self.provider, layout.vpp)
+        return chunks, optimizer
+
+    def _follow(self, target: Target, args: Namespace, context: dict[str, Any]) -> None:
+        """Point everything that holds on to the old world at the new one; local."""
+        assert self._new_data is not None
+        self.layout = target.layout
+        context.clear()  # the save strategy keeps the old data-parallel group
+        self.model[:] = self.switcher.world.chunks
+        self.roles.optimizer = self.switcher.world.optimizer
+        self.roles.scheduler.optimizer = self.roles.optimizer
+        self.roles.config = get_model_config(self.model[0])
+        self.roles.data, self._new_data = self._new_data, None
+        microbatches.unset_num_microbatches_calculator()
+        microbatches.init_num_microbatches_calculator(
+            rank=args.rank,
+            global_batch_size=args.global_batch_size,
+            micro_batch_size=args.micro_batch_size,
+            data_parallel_size=args.data_parallel_size,
+            decrease_batch_size_if_needed=args.decrease_batch_size_if_needed,
+            step_batch_size_schedule=args.step_batch_size_schedule,
+            seq_length=args.seq_length,
+        )
+        microbatches.update_num_microbatches(args.consumed_train_samples, consistency_check=False)
+
+    # --- records ------------------------------------------------------------------------------------------------------
+
+    def step_begins(self) -> None:
+        """Close the record of the last switch: the first step under the new layout begins."""
+        if self._stalled is not None:
+            done, self._stalled = self._stalled, None
+            self._write(done.report, done.trigger, done.iteration, time.perf_counter() - done.began)
+
+    def _keep(self, report: SwitchReport, planned: PlannedSwitch, iteration: int, stall: float) -> None:
+        self._write(report, str(planned.trigger), iteration, stall)
+
+    def _write(self, report: SwitchReport, trigger: str, iteration: int, stall: float) -> None:
+        record = record_of(report, trigger=trigger, iteration=iteration, stall_s=stall)
+        if dist.get_rank() == 0:
+            append_record(self.options.directory, record)
+            print(f"[dynatrain] {format_line(record)}", flush=True)
+        writer = get_tensorboard_writer()
+        if writer is not None:
+            for tag, value in tensorboard_scalars(record).items():
+                writer.add_scalar(tag, value, iteration)
+            for tag, text in tensorboard_text(record).items():
+                writer.add_text(tag, text, iteration)
+
+
+def record_of(report: SwitchReport, *, trigger: str, iteration: int, stall_s: float) -> SwitchRecord:
+    """Return the record of a switch from its report."""
+    return SwitchRecord(
+        iteration=iteration,
+        source=report.source.describe(),
+        target=report.target.describe(),
+        trigger=trigger,
+        outcome=report.outcome,
+        error=report.error,
+        prepare_s=report.prepare_s,
+        stall_s=stall_s,
+        transfer_s=report.transfer_s,
+        moved_bytes=report.moved_bytes,
+        minimum_bytes=report.minimum_bytes,
+        local_bytes=report.local_bytes,
+        max_send_bytes=report.max_send_bytes,
+        max_recv_bytes=report.max_recv_bytes,
+        windows=report.windows,
+        peak_bytes=report.peak_bytes,
+        peak_step_bytes=report.peak_step_bytes,
+        memory_mode=report.memory_mode,
+        verify=report.verify,
+    )

@@ -1,0 +1,78 @@
+"""Megatron's global arguments as a function of the layout: what a switch changes in them, and the way back."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from megatron_dynatrain.layout import ParallelLayout, PipelineSplit
+
+_MISSING = object()
+
+
+def layout_of(args: Namespace) -> ParallelLayout:
+    """Return the layout that Megatron was launched with, from its validated arguments."""
+    return ParallelLayout.for_world(
+        args.world_size,
+        tp=args.tensor_model_parallel_size,
+        cp=args.context_parallel_size,
+        ep=args.expert_model_parallel_size,
+        etp=args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
+        pp=args.pipeline_model_parallel_size,
+        vpp=args.virtual_pipeline_model_parallel_size,
+        sequence_parallel=bool(args.sequence_parallel),
+        order="tp-cp-ep-pp-dp" if getattr(args, "use_tp_pp_dp_mapping", False) else "tp-cp-ep-dp-pp",
+        instances=args.num_distributed_optimizer_instances,
+        split=PipelineSplit(
+            first=getattr(args, "decoder_first_pipeline_num_layers", None),
+            last=getattr(args, "decoder_last_pipeline_num_layers", None),
+            account_for_embedding=bool(getattr(args, "account_for_embedding_in_pipeline_split", False)),
+            account_for_loss=bool(getattr(args, "account_for_loss_in_pipeline_split", False)),
+            layout=_layout_text(getattr(args, "pipeline_model_parallel_layout", None)),
+        ),
+    )
+
+
+def _layout_text(value: object) -> str | None:
+    return value if isinstance(value, str) or value is None else str(getattr(value, "input_data", value))
+
+
+def values_for(layout: ParallelLayout, micro_batch_size: int) -> dict[str, object]:
+    """Return the arguments that a layout sets, by Megatron's names."""
+    split = layout.split
+    return {
+        "world_size": layout.world_size,
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        "sequence_parallel": layout.sequence_parallel,
+        "data_parallel_size": layout.dp,
+        "num_distributed_optimizer_instances": layout.instances,
+        # Interleaving over two stages needs the overlapped, non-batched exchange: gloo and NCCL pair wrong otherwise.
+        "overlap_p2p_comm": layout.vpp is not None,
+        "micro_batch_size": micro_batch_size,
+        "decoder_first_pipeline_num_layers": split.first,
+        "decoder_last_pipeline_num_layers": split.last,
+        "account_for_embedding_in_pipeline_split": split.account_for_embedding,
+        "account_for_loss_in_pipeline_split": split.account_for_loss,
+    }
+
+
+class ArgumentChange:
+    """A change of several arguments that can be taken back whole."""
+
+    def __init__(self, args: Namespace, values: dict[str, object]) -> None:
+        self._args = args
+        self._before = {name: getattr(args, name, _MISSING) for name in values}
+        for name, value in values.items():
+            setattr(args, name, value)
+
+    def undo(self) -> None:
+        """Put every argument back to what it was before the change."""
+        for name, value in self._before.items():
+            if value is _MISSING:
+                delattr(self._args, name)
+            else:
+                setattr(self._args, name, value)

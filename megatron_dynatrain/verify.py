@@ -1,0 +1,146 @@
+"""Proof that the state after a transfer is the state before it, without gathering any of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_dynatrain.errors import VerificationError
+from megatron_dynatrain.mcore import optimizers
+from megatron_dynatrain.mcore.states import LiveState
+from megatron_dynatrain.vps.digest import digest_box, digest_key
+from megatron_dynatrain.vps.placement import Piece, Placement
+from megatron_dynatrain.vps.tensor import ITEMSIZE, StateKind
+
+Key = tuple[str, StateKind]
+_SHOWN = 4
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def piece_digest(piece: Piece, flat: torch.Tensor, shape: tuple[int, ...]) -> int:
+    """Return the digest of one piece's bits at its canonical coordinates, modulo 2**64."""
+    size = ITEMSIZE[piece.dtype]
+    part = flat[piece.offset : piece.offset + piece.box.numel].contiguous().view(_INTEGER[size]).cpu()
+    bits = part.numpy().view(_UNSIGNED[size]).reshape(piece.box.shape)
+    return digest_box(bits, piece.box, shape, digest_key(piece.tensor, piece.state))
+
+
+@dataclass
+class DigestTable:
+    """One rank's share of the digest of every (tensor, state), and how often a layout holds each element.
+
+    Args:
+        sums: Sum of the digests of this rank's pieces, per (tensor, state), modulo 2**64.
+        copies: In how many places the layout holds each element, over all ranks.
+        holders: Ranks that hold each tensor, for messages.
+    """
+
+    sums: dict[Key, int]
+    copies: dict[Key, int]
+    holders: dict[Key, tuple[int, ...]]
+
+    @classmethod
+    def compute(
+        cls, placement: Placement, memory: Mapping[str, torch.Tensor], rank: int, *, skip: Iterable[StateKind] = ()
+    ) -> DigestTable:
+        """Digest this rank's state; local, reads every byte of it once."""
+        skipped = frozenset(skip)
+        shapes = {s.key: s.shape for spec in placement.description.parameters for s in spec.segments}
+        sums: dict[Key, int] = {}
+        for piece in placement.pieces(rank):
+            if piece.state not in skipped:
+                key = (piece.tensor, piece.state)
+                value = piece_digest(piece, memory[piece.slab], shapes[piece.tensor])
+                sums[key] = (sums.get(key, 0) + value) % 2**64
+        volumes: dict[Key, int] = {}
+        holders: dict[Key, list[int]] = {}
+        for other in placement.layout.ranks:
+            for piece in placement.pieces(other):
+                if piece.state not in skipped:
+                    key = (piece.tensor, piece.state)
+                    volumes[key] = volumes.get(key, 0) + piece.box.numel
+                    if other not in holders.setdefault(key, []):
+                        holders[key].append(other)
+        copies = {key: volume // int(np.prod(shapes[key[0]])) for key, volume in volumes.items()}
+        return cls(sums, copies, {key: tuple(ranks) for key, ranks in holders.items()})
+
+    def compare(self, after: DigestTable, group: dist.ProcessGroup) -> None:
+        """Compare the whole state before (self) and after; collective over `group`, two integers per (tensor, state).
+
+        Each element is counted as often as its layout holds it, so the sums are compared as
+        `copies_after * sum_before == copies_before * sum_after` modulo 2**64: one wrong replica fails.
+
+        Raises:
+            VerificationError: The first tensors and states that differ, on every rank.
+        """
+        keys = sorted(self.copies, key=lambda key: (key[0], key[1].value))
+        if keys != sorted(after.copies, key=lambda key: (key[0], key[1].value)):
+            changed = sorted({f"{t} {s}" for t, s in self.copies.keys() ^ after.copies.keys()})
+            raise VerificationError("states appeared or vanished in the switch", phase="verify", subject=str(changed))
+        local = [self.sums.get(key, 0) for key in keys] + [after.sums.get(key, 0) for key in keys]
+        total = torch.from_numpy(np.array(local, dtype=np.uint64).view(np.int64).copy())
+        dist.all_reduce(total, group=group)
+        sums = [int(value) % 2**64 for value in total.tolist()]
+        wrong = []
+        for key, before, now in zip(keys, sums[: len(keys)], sums[len(keys) :], strict=True):
+            if (after.copies[key] * before - self.copies[key] * now) % 2**64:
+                wrong.append(key)
+        if wrong:
+            names = ", ".join(f"{tensor} {state.value} (ranks {list(after.holders[tensor, state])})" for tensor, state in wrong[:_SHOWN])
+            raise VerificationError(
+                f"{len(wrong)} of {len(keys)} states are not what they were before the switch",
+                phase="verify",
+                subject=names + (" ..." if len(wrong) > _SHOWN else ""),
+                expected="equal digests of every tensor and state, in every replica",
+                hint="the old layout trains on; please report the layouts and this line",
+            )
+
+
+def check_casts(live: LiveState, *, rank: int) -> None:
+    """Check that each 16-bit parameter is the cast of its main parameter, bit for bit, where this rank owns it; local.
+
+    Raises:
+        VerificationError: Names the first parameter that is stale.
+    """
+    for item in live.named:
+        run = live.runs.get(item.parameter)
+        if run is None or item.parameter.dtype == torch.float32:
+            continue
+        held = item.parameter.detach().view(-1)[run.start : run.stop]
+        cast = run.main.detach().view(-1).to(held.dtype)
+        if not torch.equal(held.view(torch.int16), cast.view(torch.int16)):
+            count = int((held.view(torch.int16) != cast.view(torch.int16)).sum())
+            raise VerificationError(
+                "a model parameter is not the cast of its main parameter",
+                rank=rank,
+                phase="verify",
+                subject=f"{item.name} param and main_param, elements [{run.start}, {run.stop})",
+                expected="equal bits after the cast",
+                got=f"{count} elements differ",
+            )
+
+
+def check_scalars(before: LiveState, after: LiveState, *, rank: int) -> None:
+    """Check step count, learning rates, weight decay and loss scale of the target's optimizer; local.
+
+    Raises:
+        VerificationError: Names the value that changed.
+    """
+    expected, got = optimizers.scalars(before.optimizer), optimizers.scalars(after.optimizer)
+    for key in sorted(got):
+        if key == "step" and not (before.runs and after.runs):
+            continue  # a rank that owns nothing on one side counts nothing there
+        if got[key] != expected.get(key):
+            raise VerificationError(
+                "a value of the optimizer changed in the switch",
+                rank=rank,
+                phase="verify",
+                subject=key,
+                expected=expected.get(key),
+                got=got[key],
+            )
