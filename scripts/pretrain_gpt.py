@@ -40,9 +40,10 @@ BATCH_KEYS = (
 
 
 def get_batch(data_iterator: Iterator[dict[str, Any]] | None, vp_stage: int | None = None) -> list[Any]:
-    """Return tokens, labels, loss mask, attention mask and position ids of one micro-batch, each [micro_batch, seq / cp].
+    """Return tokens, labels, loss mask, attention mask and position ids of one micro-batch.
 
-    Tensor rank 0 reads and sends to its group; all None on stages that need none of it. Collective over the tensor group.
+    Each is [micro batch, sequence / context parallel size], the attention mask has two more dims. Tensor rank 0 reads
+    and sends to its group; all None on stages that need none of it. Collective over the tensor group.
     """
     if not is_first_or_last_pipeline_stage(vp_stage):
         return [None] * 5
@@ -138,9 +139,7 @@ def main() -> None:
     """Parse Megatron's flags and train."""
     args = parse_and_validate_args()
     if args.dataloader_inter_document_masking or args.hybrid_context_parallel:
-        raise ValueError(
-            "this script feeds unpacked sequences: neither --dataloader-inter-document-masking nor --hybrid-context-parallel"
-        )
+        raise ValueError("--dataloader-inter-document-masking and --hybrid-context-parallel need packed sequences")
     pretrain(
         pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
         train_valid_test_datasets_provider,
