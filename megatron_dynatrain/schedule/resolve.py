@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_dynatrain.errors import DynaTrainError
 from megatron_dynatrain.layout import ParallelLayout, PipelineSplit
+from megatron_dynatrain.pipeline_split import LAYOUT_FLAG
 from megatron_dynatrain.schedule.problems import Problem, ScheduleProblemsError
 from megatron_dynatrain.schedule.schema import LAYOUT_KEYS, Schedule, SwitchSpec
 from megatron_dynatrain.schedule.source import Path
@@ -20,8 +21,30 @@ _STAGE_KEYS = ("vpp", "first", "last", "layout")
 """Keys that were chosen for a number of stages and mean nothing for another."""
 
 
+_OFF = {field.name: field.default for field in fields(PipelineSplit)}
+"""What a dropped key of the split becomes."""
+
+_SPLIT_WAYS = (("first", "last"), ("account_for_embedding", "account_for_loss"), ("layout",))
+"""The ways of splitting a pipeline, of which one can be used at a time."""
+
+_MODEL_SIZES: Mapping[str, tuple[str, ...]] = {
+    "num_layers": ("pp", "vpp", *SPLIT_KEYS),
+    "num_attention_heads": ("tp",),
+    "num_query_groups": ("tp",),
+    "ffn_hidden_size": ("tp",),
+    "padded_vocab_size": ("tp",),
+    "seq_length": ("tp", "cp", "sequence_parallel"),
+    "num_experts": ("ep",),
+    "moe_ffn_hidden_size": ("etp", "tp"),
+    "global_batch_size": ("micro_batch_size", "tp", "cp", "pp", "vpp"),
+}
+"""Keys a layout can write behind a size of the model that it doesn't divide."""
+
 _BEHIND: Mapping[str, tuple[str, ...]] = {
     "world size": ("tp", "cp", "pp"),
+    "pipeline split": SPLIT_KEYS,
+    LAYOUT_FLAG: ("layout",),
+    **_MODEL_SIZES,
 }
 """Keys a layout can write behind the subject of an error, where the subject is not such a key."""
 
@@ -68,9 +91,10 @@ def resolve(schedule: Schedule, launch: Target, world_size: int) -> tuple[Planne
     """Return the switches of a schedule with every layout in full.
 
     A key that a layout doesn't name keeps the value the running job has just before that switch: the launch layout's
-    at first, then that of the layout switched to last. Four keys follow others where they aren't named:
+    at first, then that of the layout switched to last. Some keys follow others where they aren't named:
     `sequence_parallel` becomes false where tp becomes 1; `vpp`, `first`, `last` and `layout` are dropped where pp
-    changes, and `layout` where vpp changes (they describe the stages of another pipeline); `etp` follows tp for as
+    changes, and `layout` where vpp changes (they describe the stages of another pipeline); naming one way of
+    splitting the pipeline turns the other ways off; `etp` follows tp for as
     long as it was equal to tp at launch and no layout named it; `dp` is always what is left of the world.
     `null` turns a key off.
 
@@ -118,6 +142,8 @@ def place_of(switch: SwitchSpec, subject: str | None) -> Path:
         switch: The switch.
         subject: The `subject` of an error of the layout or of the model's fit, e.g. `vpp`.
     """
+    if subject is not None and subject.startswith((LAYOUT_FLAG, "pipeline layout")):
+        subject = LAYOUT_FLAG  # the written layout itself follows
     keys = _BEHIND.get(subject or "", (subject,))
     written = [key for key in keys if key in switch.layout.model_fields_set]
     if len(written) == 1:
@@ -134,9 +160,11 @@ def name_layout(schedule: Schedule, switch: SwitchSpec) -> str:
 
 def layout_problem(schedule: Schedule, switch: SwitchSpec, error: DynaTrainError) -> Problem:
     """Return a layout's own complaint, placed in the file."""
+    place = place_of(switch, error.subject)
+    size = f": {error.subject}" if error.subject in _MODEL_SIZES else ""
     return schedule.source.problem(
-        place_of(switch, error.subject),
-        f"{error.message} ({name_layout(schedule, switch)})",
+        place,
+        f"{error.message}{size} ({name_layout(schedule, switch)})",
         expected=None if error.expected is None else str(error.expected),
         got=None if error.got is None else str(error.got),
         hint=error.hint,
@@ -173,7 +201,10 @@ def _next_values(before: Mapping[str, Any], named: Mapping[str, Any]) -> dict[st
         dropped |= set(_STAGE_KEYS)
     if after["vpp"] != before["vpp"]:
         dropped.add("layout")
-    after |= dict.fromkeys(dropped - set(named))
+    for way in _SPLIT_WAYS:
+        if any(named.get(key) for key in way):
+            dropped |= set(SPLIT_KEYS) - set(way)
+    after |= {key: _OFF.get(key) for key in dropped - set(named)}
     if after["tp"] == 1 and "sequence_parallel" not in named:
         after["sequence_parallel"] = False
     return after

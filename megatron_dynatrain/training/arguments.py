@@ -8,11 +8,16 @@ from pathlib import Path
 from typing import Literal, cast
 
 from megatron_dynatrain.errors import ScheduleError
+from megatron_dynatrain.layout import DEFAULT_ORDER, ParallelLayout, PipelineSplit
+from megatron_dynatrain.schedule.check import ModelSizes
+from megatron_dynatrain.schedule.resolve import Target
 from megatron_dynatrain.training.refusals import refusals_table, refuse_unsupported
 
 __all__ = [
     "DynamicOptions",
     "add_dynamic_parallelism_args",
+    "launch_target",
+    "model_sizes",
     "refusals_table",
     "refuse_unsupported",
     "validate_options",
@@ -125,6 +130,57 @@ def validate_options(args: Namespace) -> DynamicOptions:
         memory=cast(MemoryMode, args.dynamic_parallelism_memory),
         verify=cast(VerifyMode, args.dynamic_parallelism_verify),
         timeout_s=args.dynamic_parallelism_timeout,
+    )
+
+
+def launch_target(args: Namespace) -> Target:
+    """Return the layout that a job was launched on, from arguments that Megatron has validated.
+
+    Raises:
+        LayoutError: The layout can't exist.
+        UnsupportedError: Its written pipeline layout has parts that can't be moved.
+    """
+    split = PipelineSplit(
+        first=args.decoder_first_pipeline_num_layers,
+        last=args.decoder_last_pipeline_num_layers,
+        account_for_embedding=args.account_for_embedding_in_pipeline_split,
+        account_for_loss=args.account_for_loss_in_pipeline_split,
+        layout=args.pipeline_model_parallel_layout,
+    )
+    layout = ParallelLayout.for_world(
+        args.world_size,
+        tp=args.tensor_model_parallel_size,
+        cp=args.context_parallel_size,
+        ep=args.expert_model_parallel_size,
+        etp=args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
+        pp=args.pipeline_model_parallel_size,
+        vpp=args.virtual_pipeline_model_parallel_size,
+        sequence_parallel=args.sequence_parallel,
+        order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else DEFAULT_ORDER,
+        instances=args.num_distributed_optimizer_instances,
+        split=split,
+    )
+    return Target(None, layout, args.micro_batch_size, "launch flags")
+
+
+def model_sizes(args: Namespace, padded_vocab_size: int | None = None) -> ModelSizes:
+    """Return the sizes of the job's model and batches, from arguments that Megatron has validated.
+
+    Args:
+        args: Megatron's validated arguments.
+        padded_vocab_size: Rows of the embedding where they can't be chosen any more; None where they will be pinned
+            to fit the schedule. `args.padded_vocab_size` isn't read: Megatron computes it for the launch layout alone.
+    """
+    return ModelSizes(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        # Megatron's parser gives 1 query group to jobs without grouped queries.
+        num_query_groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
+        ffn_hidden_size=args.ffn_hidden_size,
+        padded_vocab_size=padded_vocab_size,
+        seq_length=args.seq_length,
+        global_batch_size=args.global_batch_size,
     )
 
 

@@ -73,10 +73,10 @@ def test_a_good_schedule_keeps_names_triggers_and_only_the_keys_it_names(tmp_pat
             id="unknown key of a switch",
         ),
         pytest.param(
-            GOOD.replace("switches:", "swiches:"),
+            GOOD.replace("switches:", "switches_:"),
             [
                 "s.yaml:1 switches: missing key 'switches'; expected: switches: ...; got: nothing",
-                "s.yaml:5 swiches: unknown key 'swiches'; expected: one of version, layouts, switches; got: 'swiches';"
+                "s.yaml:5 switches_: unknown key 'switches_'; expected: one of version, layouts, switches; got: 'switches_';"
                 " hint: did you mean 'switches'?",
             ],
             id="unknown key of the file",

@@ -1,0 +1,265 @@
+"""Whether every switch of a schedule fits the job, found out before the first iteration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_dynatrain.errors import DynaTrainError
+from megatron_dynatrain.layout import ParallelLayout
+from megatron_dynatrain.model_fit import check_model_fit, padded_vocab_size
+from megatron_dynatrain.schedule.problems import Problem, ScheduleProblemsError
+from megatron_dynatrain.schedule.resolve import PlannedSwitch, Target, layout_problem, resolve_or_explain
+from megatron_dynatrain.schedule.schema import Schedule, SwitchSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSizes:
+    """The sizes of a model and its batches that a layout has to divide.
+
+    Args:
+        num_layers: Transformer layers.
+        hidden_size: Width of the model.
+        num_attention_heads: Attention heads.
+        num_query_groups: Key/value heads; the attention heads where it isn't given.
+        ffn_hidden_size: Width of the MLP; 4 x hidden where it isn't given, as in Megatron.
+        padded_vocab_size: Rows of the embedding, where they are fixed; None where they are pinned to fit the
+            schedule (see `pinned_padded_vocab_size`).
+        seq_length: Tokens per sample; None skips its checks.
+        global_batch_size: Samples per iteration.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int | None = None
+    ffn_hidden_size: int | None = None
+    padded_vocab_size: int | None = None
+    seq_length: int | None = None
+    global_batch_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _NotYet:
+    """A key of a layout that is read, and refused because no switch to it works yet."""
+
+    key: str
+    refused: Callable[[Mapping[str, Any], ParallelLayout], bool]
+    expected: str
+
+
+_NOT_YET: tuple[_NotYet, ...] = (
+    _NotYet("cp", lambda named, _: named.get("cp", 1) > 1, "cp 1"),
+    _NotYet("ep", lambda named, _: named.get("ep", 1) > 1, "ep 1"),
+    _NotYet("etp", lambda named, layout: named.get("etp") not in (None, layout.tp), "etp equal to tp"),
+    _NotYet("vpp", lambda named, _: (named.get("vpp") or 1) > 1, "one model chunk per pipeline rank"),
+    _NotYet("layout", lambda named, to: bool(named.get("layout")) and to.num_chunks > 1, "as many stages as pp"),
+    _NotYet("instances", lambda named, _: named.get("instances", 1) > 1, "one distributed optimizer instance"),
+)
+
+
+def check_schedule(
+    schedule: Schedule,
+    model: ModelSizes,
+    launch: Target,
+    world_size: int,
+    train_iters: int | None = None,
+    train_samples: int | None = None,
+    start_iteration: int = 0,
+    start_samples: int | None = None,
+) -> tuple[PlannedSwitch, ...]:
+    """Return the switches of a schedule in full, each checked against the job; pure, the same on every rank.
+
+    Args:
+        schedule: The schedule.
+        model: Sizes of the model and its batches.
+        launch: What the job was launched on.
+        world_size: Number of ranks.
+        train_iters: Iterations of the whole training; None where it is given in samples.
+        train_samples: Samples of the whole training; None where it is given in iterations.
+        start_iteration: Completed iterations where this run starts: 0, or that of the checkpoint it resumes from.
+        start_samples: Samples consumed there; `start_iteration` x global batch where it isn't given.
+
+    Raises:
+        ScheduleError: With everything that is wrong: layouts that don't fit the world or the model, switches in the
+            past, after the end or at the same boundary, keys that are not supported yet.
+    """
+    planned, layout_problems = resolve_or_explain(schedule, launch, world_size)
+    if start_samples is None:
+        start_samples = start_iteration * model.global_batch_size
+    end = train_iters
+    if end is None and train_samples is not None:
+        end = start_iteration + (train_samples - start_samples) // model.global_batch_size
+    clock = _Clock(model.global_batch_size, start_iteration, start_samples, end)
+    tps = [launch.layout.tp, *(switch.target.layout.tp for switch in planned)]
+
+    problems = _launch_problems(model, launch, tps)
+    problems += layout_problems
+    for switch in planned:
+        problems += _fit_problems(schedule, switch, model, launch, tps)
+    problems += _time_problems(schedule, clock)
+    if problems:
+        raise ScheduleProblemsError(sorted(problems, key=lambda problem: problem.line or 0))
+    return planned
+
+
+def pinned_padded_vocab_size(vocab_size: int, divisible_by: int, tps: Iterable[int]) -> int:
+    """Return the rows of the embedding table that fit every tp of a schedule.
+
+    Megatron pads the vocabulary to a multiple of `--make-vocab-size-divisible-by` x tp, so that shapes, and with them
+    losses, would change with tp. The size is pinned for the whole run instead: the smallest multiple of
+    `divisible_by * lcm(tps)` that holds the vocabulary. It is at least what Megatron gives for every single tp, and a
+    size that Megatron accepts for each. A tp met later (asked for at run time) that doesn't divide it is refused.
+    Source: `calculate_padded_vocab_size` in `megatron/training/vocab_utils.py` of 0.19, for all tp at once.
+
+    Args:
+        vocab_size: Rows that are data.
+        divisible_by: `--make-vocab-size-divisible-by`.
+        tps: Tensor-parallel size of the launch layout and of every layout of the schedule.
+
+    Raises:
+        ValueError: A size is not positive, or no tp is given.
+    """
+    sizes = tuple(tps)
+    if not sizes or min((vocab_size, divisible_by, *sizes)) < 1:
+        raise ValueError(
+            f"vocab_size, divisible_by and every tp must be positive, got {vocab_size}, {divisible_by}, {sizes}"
+        )
+    return padded_vocab_size(vocab_size, divisible_by, sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Clock:
+    """Where a run starts and ends; `end` is the number of completed iterations at the end."""
+
+    global_batch_size: int
+    iteration: int
+    samples: int
+    end: int | None
+
+    def boundary(self, switch: SwitchSpec) -> int:
+        return switch.trigger.boundary(self.iteration, self.samples, self.global_batch_size)
+
+    def amount(self, kind: str, iteration: int) -> int:
+        """Return a boundary as iterations or samples."""
+        if kind == "at_iteration":
+            return iteration
+        return self.samples + (iteration - self.iteration) * self.global_batch_size
+
+
+def _check_fit(model: ModelSizes, target: Target, tps: Iterable[int]) -> None:
+    """Raise LayoutError where the model doesn't fit a layout."""
+    check_model_fit(
+        target.layout,
+        num_layers=model.num_layers,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups or model.num_attention_heads,
+        ffn_hidden_size=model.ffn_hidden_size or 4 * model.hidden_size,
+        hidden_size=model.hidden_size,
+        padded_vocab_size=model.padded_vocab_size or math.lcm(*tps),
+        seq_length=model.seq_length,
+        global_batch_size=model.global_batch_size,
+        micro_batch_size=target.micro_batch_size,
+    )
+
+
+def _launch_problems(model: ModelSizes, launch: Target, tps: Iterable[int]) -> list[Problem]:
+    try:
+        _check_fit(model, launch, tps)
+    except DynaTrainError as error:
+        return [
+            Problem(
+                message=error.message,
+                file=launch.where,
+                key=error.subject or "",
+                expected=str(error.expected),
+                got=str(error.got),
+                hint=error.hint,
+            )
+        ]
+    return []
+
+
+def _fit_problems(
+    schedule: Schedule, planned: PlannedSwitch, model: ModelSizes, launch: Target, tps: Iterable[int]
+) -> list[Problem]:
+    """Return what is not supported about a layout, or else the first size of the model that it doesn't divide."""
+    switch = schedule.switches[planned.index]
+    problems = _unsupported(schedule, switch, planned.target, model, launch)
+    if problems:
+        return problems
+    try:
+        _check_fit(model, planned.target, tps)
+    except DynaTrainError as error:
+        return [layout_problem(schedule, switch, error)]
+    return []
+
+
+def _unsupported(
+    schedule: Schedule, switch: SwitchSpec, target: Target, model: ModelSizes, launch: Target
+) -> list[Problem]:
+    """Return the keys a layout writes that no switch can follow yet; what it inherits was complained of before."""
+    named = switch.layout.named()
+    found = [(row.key, row.expected) for row in _NOT_YET if row.refused(named, target.layout)]
+    if target.layout.ranks != launch.layout.ranks and named.get("ranks") is not None:
+        found.append(("ranks", "the ranks of the launch layout, in their order"))
+    if named.get("global_batch_size", model.global_batch_size) != model.global_batch_size:
+        found.append(("global_batch_size", f"{model.global_batch_size}, as at launch"))
+    return [
+        schedule.source.problem(
+            (*switch.layout_path, key),
+            f"a switch of {key} is not supported yet",
+            expected=expected,
+            got=str(named[key]),
+        )
+        for key, expected in found
+    ]
+
+
+def _time_problems(schedule: Schedule, clock: _Clock) -> list[Problem]:
+    """Return the switches that never happen, or not in their order."""
+    problems = []
+    before: SwitchSpec | None = None
+    for switch in schedule.switches:
+        problem = _past_problem(schedule, switch, clock) or _end_problem(schedule, switch, clock)
+        if problem is None and before is not None and clock.boundary(switch) <= clock.boundary(before):
+            line = schedule.source.line(before.path)
+            problem = schedule.source.problem(
+                (*switch.path, switch.trigger.kind),
+                "switches must be in the order in which they happen, each at its own boundary",
+                expected=f"a boundary after iteration {clock.boundary(before)}, of the switch on line {line}",
+                got=f"{switch.trigger.value}, the boundary after iteration {clock.boundary(switch)}",
+            )
+        if problem is not None:
+            problems.append(problem)
+        before = switch
+    return problems
+
+
+def _past_problem(schedule: Schedule, switch: SwitchSpec, clock: _Clock) -> Problem | None:
+    trigger = switch.trigger
+    start = clock.amount(trigger.kind, clock.iteration)
+    if trigger.value > start:
+        return None
+    return schedule.source.problem(
+        (*switch.path, trigger.kind),
+        "the switch is in the past",
+        expected=f"more than {start}, where this run starts (iteration {clock.iteration})",
+        got=str(trigger.value),
+        hint="delete the switches that have happened, and launch on the layout the job should go on with: later "
+        "switches keep its value of every key that they don't name",
+    )
+
+
+def _end_problem(schedule: Schedule, switch: SwitchSpec, clock: _Clock) -> Problem | None:
+    if clock.end is None or clock.boundary(switch) < clock.end:
+        return None
+    last = clock.amount(switch.trigger.kind, clock.end - 1)
+    return schedule.source.problem(
+        (*switch.path, switch.trigger.kind),
+        "the switch never happens: no iteration is left after it",
+        expected=f"at most {last} (the training ends with iteration {clock.end})",
+        got=str(switch.trigger.value),
+    )

@@ -1,0 +1,110 @@
+"""`dynatrain check`: what it prints, its JSON and its exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from megatron_dynatrain.cli import app
+
+SIZES = "--world-size 4 --num-layers 4 --hidden-size 64 --num-attention-heads 8 --global-batch-size 8"
+GOOD = """\
+version: 1
+layouts:
+  wide: {tp: 2}
+switches:
+  - {at_iteration: 5, to: wide}
+  - {at_samples: 81, to: {pp: 2, micro_batch_size: 2}}
+"""
+
+
+def run(tmp_path: Path, text: str, options: str = "") -> Result:
+    file = tmp_path / "s.yaml"
+    file.write_text(text)
+    return CliRunner().invoke(app, ["check", str(file), *SIZES.split(), *options.split()])
+
+
+def test_a_schedule_that_fits_is_shown_as_a_table(tmp_path: Path) -> None:
+    result = run(tmp_path, GOOD, "--vocab-size 127")
+    assert result.exit_code == 0
+    assert "every switch fits" in result.stdout
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.stdout.splitlines() if "│" in line]
+    assert rows == [
+        ["", "launch", "", "dp4", "1", "2"],
+        ["5", "at_iteration: 5", "wide", "tp2 dp2", "1", "4"],
+        ["11", "at_samples: 81", "", "tp2 pp2", "2", "4"],
+    ]
+    assert "vocabulary padded to 256 rows under every layout" in result.stdout
+
+
+def test_json_has_every_layout_and_nothing_else_is_printed(tmp_path: Path) -> None:
+    result = run(tmp_path, GOOD, "--json --vocab-size 127 --start-iteration 2")
+    assert result.exit_code == 0
+    data = json.loads(result.stdout)
+    assert (data["ok"], data["padded_vocab_size"], data["problems"]) == (True, 256, [])
+    assert [row["layout"] for row in data["layouts"]] == ["dp4", "tp2 dp2", "tp2 pp2"]
+    assert [row["iteration"] for row in data["layouts"]] == [None, 5, 11]
+    assert data["layouts"][2] == {
+        "iteration": 11,
+        "trigger": "at_samples: 81",
+        "name": None,
+        "layout": "tp2 pp2",
+        "tp": 2,
+        "pp": 2,
+        "dp": 1,
+        "sequence_parallel": False,
+        "micro_batch_size": 2,
+        "micro_batches": 4,
+        "where": f"{tmp_path}/s.yaml:6",
+    }
+
+
+def test_a_refused_schedule_exits_with_1_and_one_line_per_error(tmp_path: Path) -> None:
+    result = run(tmp_path, GOOD.replace("tp: 2", "tp: 3"), "--train-iters 11")
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    file = tmp_path / "s.yaml"
+    lines = result.stderr.splitlines()
+    assert lines[0] == f"{file} is refused"
+    assert lines[1].startswith(f"{file}:3 layouts.wide.tp: tp 3 x cp 1 x pp 1 = 3 doesn't divide the world size 4")
+    assert [line.split(": ")[0] for line in lines[1:]] == [
+        f"{file}:3 layouts.wide.tp",
+        f"{file}:6 switches[1].to.pp",
+        f"{file}:6 switches[1].at_samples",
+    ]
+
+
+def test_a_refused_schedule_as_json(tmp_path: Path) -> None:
+    result = run(tmp_path, GOOD.replace("tp: 2", "tq: 2"), "--json")
+    assert result.exit_code == 1
+    data = json.loads(result.stdout)
+    assert (data["ok"], data["layouts"]) == (False, [])
+    (problem,) = data["problems"]
+    assert (problem["line"], problem["key"], problem["got"]) == (3, "layouts.wide.tq", "'tq'")
+    assert problem["hint"] == "did you mean 'tp'?"
+    assert problem["text"].startswith(f"{tmp_path}/s.yaml:3 layouts.wide.tq: unknown key 'tq'")
+
+
+def test_a_launch_layout_that_can_not_exist_is_refused(tmp_path: Path) -> None:
+    result = run(tmp_path, GOOD, "--tp 3 --json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["problems"][0]["expected"] == "a multiple of 3"
+
+
+@pytest.mark.parametrize("options", ["--tp 0", "--no-such-flag", "--train-iters 3 --train-samples 3"])
+def test_wrong_usage_exits_with_2(tmp_path: Path, options: str) -> None:
+    assert run(tmp_path, GOOD, options).exit_code == 2
+
+
+def test_a_file_that_is_not_there_is_wrong_usage(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["check", str(tmp_path / "none.yaml"), *SIZES.split()])
+    assert result.exit_code == 2
+
+
+def test_sequence_parallel_at_launch_ends_with_tp(tmp_path: Path) -> None:
+    text = "version: 1\nswitches:\n  - {at_iteration: 5, to: {tp: 1}}\n  - {at_iteration: 6, to: {tp: 2}}\n"
+    result = run(tmp_path, text, "--tp 2 --sequence-parallel --json")
+    assert [row["layout"] for row in json.loads(result.stdout)["layouts"]] == ["tp2 dp2 sp", "dp4", "tp2 dp2"]

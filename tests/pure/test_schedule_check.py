@@ -1,0 +1,194 @@
+"""Every switch of a schedule is checked against the job before its first iteration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_dynatrain.layout import ParallelLayout
+from megatron_dynatrain.schedule.check import ModelSizes, check_schedule
+from megatron_dynatrain.schedule.problems import ScheduleProblemsError
+from megatron_dynatrain.schedule.resolve import PlannedSwitch, Target
+from megatron_dynatrain.schedule.schema import parse_schedule
+
+MODEL: dict[str, Any] = {
+    "num_layers": 12,
+    "hidden_size": 48,
+    "num_attention_heads": 12,
+    "num_query_groups": 12,
+    "ffn_hidden_size": 96,
+    "seq_length": 32,
+    "global_batch_size": 24,
+}
+
+
+def check(switches: str, *, world_size: int = 12, launch: dict[str, Any] | None = None, **changes: Any) -> Any:
+    """Check the given switches; sizes of the model and limits of the training can be changed by name."""
+    times = ("train_iters", "train_samples", "start_iteration", "start_samples")
+    limits = {name: changes.pop(name) for name in times if name in changes}
+    lines = "".join(f"  - {{{switch}}}\n" for switch in switches.split("\n"))
+    schedule = parse_schedule(f"version: 1\nswitches:\n{lines}", "s.yaml")
+    target = Target(None, ParallelLayout.for_world(world_size, **(launch or {})), 1, "launch flags")
+    return check_schedule(schedule, ModelSizes(**(MODEL | changes)), target, world_size, **limits)
+
+
+def problems_of(switches: str, **changes: Any) -> list[str]:
+    with pytest.raises(ScheduleProblemsError) as caught:
+        check(switches, **changes)
+    return [problem.render() for problem in caught.value.problems]
+
+
+def test_a_schedule_that_fits_comes_back_with_every_layout_in_full() -> None:
+    planned: tuple[PlannedSwitch, ...] = check(
+        "at_iteration: 5, to: {tp: 2}\nat_samples: 240, to: {pp: 3, micro_batch_size: 2}\n"
+        "at_iteration: 19, to: {tp: 1}",
+        train_iters=20,
+    )
+    assert [switch.target.layout.describe() for switch in planned] == ["tp2 dp6", "tp2 pp3 dp2", "pp3 dp4"]
+    assert [switch.target.micro_batch_size for switch in planned] == [1, 2, 2]
+
+
+MISFIT = "s.yaml:3 switches[0].to.{key}: the model doesn't fit the layout {layout}: {size} (at_iteration: 5); {rest}"
+
+
+@pytest.mark.parametrize(
+    ("to", "changes", "key", "layout", "size", "rest"),
+    [
+        ("tp: 3", {"num_attention_heads": 8, "num_query_groups": 8}, "tp", "tp3 dp4", "num_attention_heads",
+         "expected: a multiple of tp 3; got: 8"),
+        ("tp: 6", {"num_query_groups": 4}, "tp", "tp6 dp2", "num_query_groups",
+         "expected: a multiple or a divisor of tp 6; got: 4"),
+        ("tp: 3", {"ffn_hidden_size": 64}, "tp", "tp3 dp4", "ffn_hidden_size", "expected: a multiple of tp 3; got: 64"),
+        ("tp: 3", {"padded_vocab_size": 128}, "tp", "tp3 dp4", "padded_vocab_size",
+         "expected: a multiple of tp 3; got: 128"),
+        ("micro_batch_size: 3", {}, "micro_batch_size", "dp12", "global_batch_size",
+         "expected: a multiple of micro batch 3 x dp 12 = 36; got: 24"),
+    ],
+)  # fmt: skip
+def test_a_size_that_the_layout_does_not_divide_is_named(
+    to: str, changes: dict[str, Any], key: str, layout: str, size: str, rest: str
+) -> None:
+    expected = MISFIT.format(key=key, layout=layout, size=size, rest=rest)
+    assert problems_of(f"at_iteration: 5, to: {{{to}}}", **changes) == [expected]
+
+
+def test_c06_layers_that_the_stages_do_not_divide_are_named() -> None:
+    (problem,) = problems_of("at_iteration: 5, to: {pp: 4}", num_layers=6)
+    assert problem.startswith("s.yaml:3 switches[0].to.pp: ")
+    assert "6" in problem
+    assert "4" in problem
+    check("at_iteration: 5, to: {pp: 4, first: 2, last: 2}", num_layers=6)
+
+
+def test_a_layout_that_does_not_divide_the_world_is_refused() -> None:
+    assert problems_of("at_iteration: 5, to: {tp: 5}") == [
+        "s.yaml:3 switches[0].to.tp: tp 5 x cp 1 x pp 1 = 5 doesn't divide the world size 12 (at_iteration: 5);"
+        " expected: a multiple of 5; got: 12"
+    ]
+
+
+def test_a_vocabulary_that_is_not_fixed_yet_fits_every_tp() -> None:
+    check("at_iteration: 5, to: {tp: 3}\nat_iteration: 6, to: {tp: 4}")
+
+
+def test_the_launch_layout_is_checked_too() -> None:
+    (problem,) = problems_of("at_iteration: 5, to: {tp: 4}", launch={"tp": 3}, ffn_hidden_size=64)
+    assert problem == (
+        "launch flags ffn_hidden_size: the model doesn't fit the layout tp3 dp4; expected: a multiple of tp 3; got: 64"
+    )
+
+
+@pytest.mark.parametrize("trigger", ["at_iteration: 7", "at_iteration: 10", "at_samples: 240", "at_samples: 100"])
+def test_a_switch_in_the_past_is_refused_with_what_to_do(trigger: str) -> None:
+    kind, value = trigger.split(": ")
+    start = {"at_iteration": 10, "at_samples": 240}[kind]
+    (problem,) = problems_of(f"{trigger}, to: {{tp: 2}}", start_iteration=10)
+    assert problem == (
+        f"s.yaml:3 switches[0].{kind}: the switch is in the past; expected: more than {start}, where this run starts"
+        f" (iteration 10); got: {value}; hint: delete the switches that have happened, and launch on the layout the"
+        " job should go on with: later switches keep its value of every key that they don't name"
+    )
+
+
+def test_the_first_boundary_after_the_start_is_not_in_the_past() -> None:
+    check("at_iteration: 11, to: {tp: 2}", start_iteration=10)
+    check("at_samples: 241, to: {tp: 2}", start_iteration=10)
+    check("at_samples: 241, to: {tp: 2}", start_iteration=100, start_samples=240)
+
+
+@pytest.mark.parametrize(
+    ("trigger", "limits", "expected"),
+    [
+        ("at_iteration: 20", {"train_iters": 20}, "at most 19 (the training ends with iteration 20); got: 20"),
+        ("at_samples: 457", {"train_iters": 20}, "at most 456 (the training ends with iteration 20); got: 457"),
+        ("at_iteration: 20", {"train_samples": 490}, "at most 19 (the training ends with iteration 20); got: 20"),
+        ("at_samples: 480", {"train_samples": 480}, "at most 456 (the training ends with iteration 20); got: 480"),
+    ],
+)
+def test_a_switch_with_no_iteration_left_after_it_is_refused(
+    trigger: str, limits: dict[str, int], expected: str
+) -> None:
+    kind = trigger.split(":")[0]
+    assert problems_of(f"{trigger}, to: {{tp: 2}}", **limits) == [
+        f"s.yaml:3 switches[0].{kind}: the switch never happens: no iteration is left after it; expected: {expected}"
+    ]
+
+
+def test_a_switch_before_the_last_iteration_is_accepted() -> None:
+    check("at_iteration: 19, to: {tp: 2}", train_iters=20)
+    check("at_samples: 456, to: {tp: 2}", train_samples=480)
+
+
+@pytest.mark.parametrize(
+    ("second", "got"),
+    [
+        ("at_samples: 120", "120, the boundary after iteration 5"),
+        ("at_samples: 97", "97, the boundary after iteration 5"),
+        ("at_samples: 1", "1, the boundary after iteration 1"),
+    ],
+)
+def test_iterations_and_samples_are_compared_as_boundaries(second: str, got: str) -> None:
+    assert problems_of(f"at_iteration: 5, to: {{tp: 2}}\n{second}, to: {{tp: 3}}") == [
+        "s.yaml:4 switches[1].at_samples: switches must be in the order in which they happen, each at its own boundary;"
+        f" expected: a boundary after iteration 5, of the switch on line 3; got: {got}"
+    ]
+    check("at_iteration: 5, to: {tp: 2}\nat_samples: 121, to: {tp: 3}")
+
+
+@pytest.mark.parametrize(
+    ("to", "key", "expected", "got"),
+    [
+        ("cp: 2", "cp", "cp 1", "2"),
+        ("ep: 2", "ep", "ep 1", "2"),
+        ("tp: 2, etp: 1", "etp", "etp equal to tp", "1"),
+        ("pp: 2, vpp: 2", "vpp", "one model chunk per pipeline rank", "2"),
+        ("pp: 2, layout: 'Ett|tt|tttt|ttttL'", "layout", "as many stages as pp", "Ett|tt|tttt|ttttL"),
+        ("instances: 2", "instances", "one distributed optimizer instance", "2"),
+        ("ranks: [0, 1]", "ranks", "the ranks of the launch layout, in their order", "[0, 1]"),
+        ("global_batch_size: 48", "global_batch_size", "24, as at launch", "48"),
+    ],
+)
+def test_keys_that_are_read_but_not_supported_yet_are_refused(to: str, key: str, expected: str, got: str) -> None:
+    assert problems_of(f"at_iteration: 5, to: {{{to}}}") == [
+        f"s.yaml:3 switches[0].to.{key}: a switch of {key} is not supported yet; expected: {expected}; got: {got}"
+    ]
+
+
+def test_such_keys_are_accepted_where_they_change_nothing() -> None:
+    check("at_iteration: 5, to: {cp: 1, ep: 1, etp: 1, vpp: 1, instances: 1, global_batch_size: 24}")
+    check("at_iteration: 5, to: {vpp: null, ranks: [0, 1, 2, 3]}", world_size=4)
+
+
+def test_everything_that_is_wrong_is_told_at_once_each_on_its_line() -> None:
+    problems = problems_of(
+        "at_iteration: 5, to: {tp: 5}\nat_iteration: 6, to: {tp: 1, cp: 2}\n"
+        "at_iteration: 7, to: {cp: 1, tp: 12, micro_batch_size: 48}",
+        train_iters=7,
+    )
+    assert [problem.split(": ")[0] for problem in problems] == [
+        "s.yaml:3 switches[0].to.tp",
+        "s.yaml:4 switches[1].to.cp",
+        "s.yaml:5 switches[2].to",
+        "s.yaml:5 switches[2].at_iteration",
+    ]
