@@ -21,6 +21,7 @@ from tests.ranks.protocol import Job, Report, receive, send
 ROOT = Path(__file__).resolve().parents[2]
 _START_TIMEOUT = 180.0  # seconds: importing torch and Megatron on a busy machine
 _ANSWER_GRACE = 15.0  # seconds over a case's own timeout until the server itself counts as stuck
+_STOP_TIMEOUT = 5.0
 _LOG_LINES = 40
 
 
@@ -168,8 +169,11 @@ class RankPool:
             self._connection.close()
             self._connection = None
         if self._server is not None:
-            self._server.kill()  # the kernel kills its children with it
-            self._server.wait()
+            try:
+                self._server.wait(_STOP_TIMEOUT)  # it kills the ranks of a running case with all they started
+            except subprocess.TimeoutExpired:
+                self._server.kill()  # and the kernel kills the ranks with it
+                self._server.wait()
             self._server = None
 
 

@@ -81,15 +81,16 @@ class PretrainRun:
         ) -> Any:
             for call in self.before_step:
                 call(model, optimizer, scheduler)
+            inner = list(getattr(optimizer, "chained_optimizers", [optimizer]))
+            lr = float(inner[0].param_groups[0]["lr"])  # the step ends with that of the next one
             result = step(forward, iterator, model, optimizer, scheduler, *args, **kwargs)
             loss, grad_norm = result[0].get("lm loss"), result[5]
-            inner = list(getattr(optimizer, "chained_optimizers", [optimizer]))
             self.record.steps.append(
                 StepRecord(
                     iteration=kwargs["iteration"],
                     loss=None if loss is None else float(loss),
                     grad_norm=None if grad_norm is None else float(grad_norm),
-                    lr=float(inner[0].param_groups[0]["lr"]),
+                    lr=lr,
                     consumed_samples=int(get_args().consumed_train_samples),
                     adam_steps=_adam_steps(inner),
                 )

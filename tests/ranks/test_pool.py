@@ -125,7 +125,7 @@ def test_pretrain_records_every_step_exactly(ranks: RankPool) -> None:
     steps = steps_with_loss(records)
     assert [step.iteration for step in steps] == [0, 1, 2]
     assert [step.consumed_samples for step in steps] == [0, 8, 16]
-    assert [step.lr for step in steps[:2]] == [5e-4, 1e-3]
+    assert [step.lr for step in steps] == [0.0, 5e-4, 1e-3]
     assert [step.adam_steps for step in steps] == [(1,), (2,), (3,)]
     assert losses(records)[2] < losses(records)[0]
     assert losses(ranks.pretrain(2, gpt_args(pp=2, train_iters=3))) == losses(records)

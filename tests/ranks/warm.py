@@ -8,7 +8,7 @@ import warnings
 # Roots whose import brings in what building, training and saving a small GPT imports by and by.
 # fmt: off
 _LAZY = (
-    "getpass",
+    "getpass", "pytest",
     "megatron.core.datasets.helpers",
     "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader",
     "megatron.core.models.mimo",
