@@ -135,48 +135,50 @@ def _counts_even(split: PipelineSplit, num_layers: int, pp: int, chunks: int) ->
 
 
 def _counts_uneven(split: PipelineSplit, num_layers: int, pp: int, chunks: int) -> list[list[int]]:
-    ends = (split.first is not None) + (split.last is not None)
-    middle_ranks = pp - ends
+    middle_ranks = pp - (split.first is not None) - (split.last is not None)
     middle = num_layers - (split.first or 0) - (split.last or 0)
-    given = f"{num_layers} layers, pp {pp}, {split}"
-    if middle_ranks < 0 or middle < 0 or bool(middle) != bool(middle_ranks):
-        raise LayoutError(
-            f"the first and last pipeline ranks don't fit the model: {middle} layers are left for {middle_ranks} ranks",
-            subject="num_layers",
-            expected="layers left exactly where there are ranks left",
-            got=given,
-        )
-    if chunks > 1 and not middle_ranks:
-        # Megatron 0.19 divides by the number of middle ranks there (`get_transformer_layer_offset`).
-        raise LayoutError(
-            "a virtual pipeline with first and last set needs a pipeline rank between them",
-            subject="pp",
-            expected=f"at least {ends + 1}",
-            got=given,
-            hint="write the layout out",
-        )
-    per_rank = middle // middle_ranks if middle_ranks else 0
-    if middle_ranks and middle % middle_ranks:
-        raise LayoutError(
-            f"the {middle} layers left can't be spread evenly over {middle_ranks} pipeline ranks",
-            subject="num_layers",
-            expected=f"a multiple of {middle_ranks} left",
-            got=given,
-        )
-    per_stage = [per_rank] * pp
+    _check_middle(middle, middle_ranks, chunks, f"{num_layers} layers, pp {pp}, {split}")
+    per_rank = [middle // middle_ranks if middle_ranks else 0] * pp
     if split.first is not None:
-        per_stage[0] = split.first
+        per_rank[0] = split.first
     if split.last is not None:
-        per_stage[-1] = split.last
-    for stage, count in enumerate(per_stage):
+        per_rank[-1] = split.last
+    for rank, count in enumerate(per_rank):
         if count % chunks:
             raise LayoutError(
-                f"the {count} layers of pipeline rank {stage} can't be spread evenly over vpp {chunks}",
+                f"the {count} layers of pipeline rank {rank} can't be spread evenly over vpp {chunks}",
                 subject="vpp",
                 expected=f"a divisor of {count}",
                 got=chunks,
             )
-    return [[count // chunks] * chunks for count in per_stage]
+    return [[count // chunks] * chunks for count in per_rank]
+
+
+def _check_middle(middle: int, ranks: int, chunks: int, given: str) -> None:
+    """Check the layers and pipeline ranks that first and last leave over."""
+    if ranks < 0 or middle < 0 or bool(middle) != bool(ranks):
+        raise LayoutError(
+            f"the first and last pipeline ranks don't fit the model: {middle} layers are left for {ranks} ranks",
+            subject="num_layers",
+            expected="layers left exactly where there are ranks left",
+            got=given,
+        )
+    if chunks > 1 and not ranks:
+        # Megatron 0.19 divides by the number of middle ranks there (`get_transformer_layer_offset`).
+        raise LayoutError(
+            "a virtual pipeline with first and last set needs a pipeline rank between them",
+            subject="pp",
+            expected="at least 3",
+            got=given,
+            hint="write the layout out",
+        )
+    if ranks and middle % ranks:
+        raise LayoutError(
+            f"the {middle} layers left can't be spread evenly over {ranks} pipeline ranks",
+            subject="num_layers",
+            expected=f"a multiple of {ranks} left",
+            got=given,
+        )
 
 
 def _counts_written(layout: str, num_layers: int, pp: int, chunks: int) -> list[list[int]]:
