@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -47,10 +48,15 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class PairSummary:
-    """What a rank exchanges with one peer; `sent` here equals `received` there."""
+    """What a rank exchanges with one peer, and in how many windows; `sent` here equals `received` there."""
 
     sent: Summary = Summary()
     received: Summary = Summary()
+    windows: int = 0
+
+    def agrees_with(self, there: PairSummary) -> bool:
+        """Return whether the peer's summary of the same pair is the mirror of this one."""
+        return (self.sent, self.received, self.windows) == (there.received, there.sent, there.windows)
 
 
 @dataclass(frozen=True)
@@ -96,7 +102,7 @@ class RankPlan:
 
     def pair_summary(self, peer: int) -> PairSummary:
         """Return what is exchanged with a peer in all windows; empty where nothing is."""
-        return self._pairs.get(peer, PairSummary())
+        return self._pairs.get(peer, PairSummary(windows=len(self.windows)))
 
     @cached_property
     def _pairs(self) -> dict[int, PairSummary]:
@@ -255,29 +261,25 @@ def check_pairs(plans: Sequence[RankPlan]) -> None:
     Raises:
         AgreementError: Two plans disagree; names the pair and both summaries.
     """
-    of_rank = {plan.rank: plan for plan in plans}
-    lengths = {len(plan.windows) for plan in plans}
-    if len(lengths) > 1:
-        raise AgreementError("the plans don't have the same windows", phase="prepare", got=sorted(lengths))
-    for plan in plans:
-        for peer in plan.peers:
-            there = of_rank[peer].pair_summary(plan.rank)
-            here = plan.pair_summary(peer)
-            if here.sent != there.received or here.received != there.sent:
-                raise pair_error(plan.rank, peer, here, there)
+    for here, there in itertools.combinations(plans, 2):
+        pair, mirror = here.pair_summary(there.rank), there.pair_summary(here.rank)
+        if not pair.agrees_with(mirror):
+            raise pair_error(here.rank, there.rank, pair, mirror)
 
 
 def pair_error(rank: int, peer: int, here: PairSummary, there: PairSummary) -> AgreementError:
     """Return the error for a pair that doesn't agree."""
-    wrong_way = here.sent == there.received
-    sender, receiver = (peer, rank) if wrong_way else (rank, peer)
-    sent, received = (there.sent, here.received) if wrong_way else (here.sent, there.received)
+    if here.windows != there.windows:
+        subject, expected, got = "number of windows", f"{here.windows} (rank {rank})", f"{there.windows} (rank {peer})"
+    elif here.sent != there.received:
+        subject, expected, got = f"rank {rank} to rank {peer}", f"{here.sent} (sent)", f"{there.received} (received)"
+    else:
+        subject, expected, got = f"rank {peer} to rank {rank}", f"{there.sent} (sent)", f"{here.received} (received)"
     return AgreementError(
         f"ranks {rank} and {peer} don't agree on what they will exchange",
-        rank=rank,
         phase="prepare",
-        subject=f"rank {sender} to rank {receiver}",
-        expected=f"{sent} (sender)",
-        got=f"{received} (receiver)",
+        subject=subject,
+        expected=expected,
+        got=got,
         hint="the ranks planned from different layouts, models or budgets; nothing has moved",
     )
