@@ -8,6 +8,9 @@ import pytest
 
 from tests.ranks.pool import RankPool
 
+# The first of them waits for the server to import torch and Megatron; every case has a deadline of its own besides.
+_RANKS_TIMEOUT = 240
+
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
@@ -15,3 +18,12 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that use the pool."""
+    for item in items:
+        if "ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.ranks)
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(_RANKS_TIMEOUT))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import pickle
@@ -117,11 +118,14 @@ class RankPool:
 
     def scratch(self, name: str) -> Path:
         """Return a new directory, in memory where the machine has such, that lives as long as the pool."""
-        if self._directory is None:
-            self._directory = Path(tempfile.mkdtemp(prefix="ranks.", dir=_memory_directory()))
-        path = self._directory / f"{name}.{next(self._numbers)}"
+        path = self._root() / f"{name}.{next(self._numbers)}"
         path.mkdir()
         return path
+
+    def _root(self) -> Path:
+        if self._directory is None:
+            self._directory = Path(tempfile.mkdtemp(prefix="ranks.", dir=_memory_directory()))
+        return self._directory
 
     def close(self) -> None:
         """Stop the server with all of its ranks, and remove the directories."""
@@ -149,6 +153,7 @@ class RankPool:
         if self._connection is None:
             ours, theirs = socket.socketpair()
             command = [sys.executable, "-W", "ignore", "-m", "tests.ranks.server", str(theirs.fileno())]
+            command += [str(self._root())]
             command += [self._preload] if self._preload else []
             self._server = subprocess.Popen(command, cwd=ROOT, env=_environment(), pass_fds=[theirs.fileno()])
             theirs.close()
@@ -166,6 +171,8 @@ class RankPool:
 
     def _stop(self) -> None:
         if self._connection is not None:
+            with contextlib.suppress(OSError):
+                send(self._connection, None)
             self._connection.close()
             self._connection = None
         if self._server is not None:

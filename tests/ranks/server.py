@@ -1,4 +1,4 @@
-"""The fork server, `python -m tests.ranks.server FD [MODULE]`: imports once, then forks the ranks of job after job.
+"""The fork server, `python -m tests.ranks.server FD DIRECTORY [MODULE]`: imports once, then forks ranks for each job.
 
 It is a process of its own, started by the first test that needs it, so that the test process stays light and its
 threads, captured output and patches never reach a rank. Children are forked, never reused: a used Megatron process
@@ -11,6 +11,7 @@ import contextlib
 import gc
 import importlib
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -26,23 +27,23 @@ _ECHO_GRACE = 3.0  # the same after one that only says that a peer is gone: the 
 _DUMP = 0.5  # seconds that stuck ranks have to write their stacks
 
 
-def main(descriptor: int, preload: str | None = None) -> None:
-    """Import everything by `import_all` of the module `preload`, then serve jobs until the test process is gone."""
-    child.die_with_parent()
+def main(descriptor: int, directory: str, preload: str | None = None) -> None:
+    """Import everything by `import_all` of the module `preload`, then serve jobs until told to stop.
+
+    Where the test process is gone without a word (killed), the directory of the pool is removed for it.
+    """
     client = Connection(descriptor)
-    if preload is not None:
-        importlib.import_module(preload).import_all()
-    _get_ready_to_fork()
-    send(client, "ready")
-    while True:
-        try:
-            job = receive(client)
-        except EOFError:
-            return
-        report = _Case(job, client).run()
-        if report is None:
-            return
-        send(client, report)
+    try:
+        if preload is not None:
+            importlib.import_module(preload).import_all()
+        _get_ready_to_fork()
+        send(client, "ready")
+        while (job := receive(client)) is not None:
+            report = _Case(job, client).run()
+            if report is not None:
+                send(client, report)
+    except (EOFError, ConnectionError):
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _get_ready_to_fork() -> None:
@@ -65,7 +66,7 @@ class _Case:
         self._failed: list[int] = []
 
     def run(self) -> Report | None:
-        """Return the report; None where the test process is gone."""
+        """Return the report; None where the test process wants none any more, or is gone."""
         deadline = time.monotonic() + self._job.timeout
         timed_out = False
         try:
@@ -78,7 +79,7 @@ class _Case:
                     break
                 ready = wait([*self._pipes, self._client], timeout=left)
                 if self._client in ready:
-                    return None  # the test process sends nothing during a case: it is gone
+                    return None  # it says "stop" or is gone: nothing else is sent during a case
                 for pipe in ready:
                     deadline = min(deadline, time.monotonic() + self._read(pipe))
         finally:
@@ -155,4 +156,4 @@ def _free_port() -> int:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), *sys.argv[2:3])
+    main(int(sys.argv[1]), *sys.argv[2:])

@@ -6,16 +6,18 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.ranks import pool as pool_module
 from tests.ranks.context import RankContext
 from tests.ranks.gpt_args import gpt_args
-from tests.ranks.pool import RankFailure, RankPool
+from tests.ranks.pool import ROOT, RankFailure, RankPool
 from tests.ranks.records import losses, steps_with_loss
 
 
@@ -103,21 +105,51 @@ def test_closing_the_pool_in_the_middle_of_a_case_leaves_no_rank(tmp_path: Path)
     pool = RankPool(preload=None)
     case = threading.Thread(target=_swallow, args=(pool, tmp_path))
     case.start()
-    deadline = time.monotonic() + 20
-    while len(list(tmp_path.glob("*"))) < 2 and time.monotonic() < deadline:
-        time.sleep(0.02)
+    _wait(lambda: len([file for file in tmp_path.glob("*") if file.read_text()]) == 2)
     assert pool._server is not None
     pool._server.kill()  # the hardest end: no code of the server runs
     case.join(20)
     assert not case.is_alive()
     pids = [int(file.read_text().split()[0]) for file in tmp_path.iterdir()]
-    deadline = time.monotonic() + 5
-    while any(map(_is_alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    _wait(lambda: not any(map(_is_alive, pids)))
     assert [pid for pid in pids if _is_alive(pid)] == []
     pool.close()
     for file in tmp_path.iterdir():  # what a rank started outlives a killed server; its pool doesn't promise that
         os.kill(int(file.read_text().split()[1]), signal.SIGKILL)
+
+
+def test_a_killed_test_process_leaves_no_rank_and_no_directory(tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path; from tests.ranks.pool import RankPool; from tests.ranks.test_pool import hang\n"
+        "pool = RankPool(preload=None); pool.scratch('mine')\n"
+        f"Path({str(tmp_path / 'root')!r}).write_text(str(pool._directory))\n"
+        f"pool.run(2, hang, {str(tmp_path)!r}, timeout=60, init_group=False)"
+    )
+    test = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    _wait(lambda: len(list(tmp_path.glob("[01]"))) == 2 and all(f.read_text() for f in tmp_path.glob("[01]")))
+    test.kill()
+    test.wait()
+    pids = [int(pid) for file in tmp_path.glob("[01]") for pid in file.read_text().split()]
+    assert len(pids) == 4
+    _wait(lambda: not any(map(_is_alive, pids)) and not Path((tmp_path / "root").read_text()).exists())
+    assert [pid for pid in pids if _is_alive(pid)] == []
+    assert not Path((tmp_path / "root").read_text()).exists()
+
+
+def test_after_an_interrupted_case_the_pool_goes_on_and_keeps_its_directories() -> None:
+    pool = RankPool(preload=None)
+    kept = pool.scratch("kept")
+    receive, pool_module.receive = pool_module.receive, _interrupt
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            pool.run(1, die_on, -1, init_group=False)
+    finally:
+        pool_module.receive = receive
+    assert pool._server is None
+    assert pool.run(1, die_on, -1, init_group=False) == ["alive"]
+    assert kept.is_dir()
+    pool.close()
+    assert not kept.parent.exists()
 
 
 def test_pretrain_records_every_step_exactly(ranks: RankPool) -> None:
@@ -130,6 +162,16 @@ def test_pretrain_records_every_step_exactly(ranks: RankPool) -> None:
     assert losses(records)[2] < losses(records)[0]
     assert losses(ranks.pretrain(2, gpt_args(pp=2, train_iters=3))) == losses(records)
     assert [step.grad_norm for step in records[0].steps] == [step.grad_norm for step in records[1].steps]
+
+
+def _interrupt(connection: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _wait(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def _swallow(pool: RankPool, directory: Path) -> None:
