@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -18,16 +19,24 @@ from megatron_dynatrain.vps.tensor import ITEMSIZE, StateKind
 
 Key = tuple[str, StateKind]
 _SHOWN = 4
-_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CTYPES = {1: ctypes.c_uint8, 2: ctypes.c_uint16, 4: ctypes.c_uint32, 8: ctypes.c_uint64}
 
 
 def piece_digest(piece: Piece, flat: torch.Tensor, shape: tuple[int, ...]) -> int:
     """Return the digest of one piece's bits at its canonical coordinates, modulo 2**64."""
     size = ITEMSIZE[piece.dtype]
-    part = flat[piece.offset : piece.offset + piece.box.numel].contiguous().view(_INTEGER[size]).cpu()
-    bits = part.numpy().view(_UNSIGNED[size]).reshape(piece.box.shape)
+    part = flat[piece.offset : piece.offset + piece.box.numel].contiguous().cpu()
+    bits = _bits(part, size).reshape(piece.box.shape)
     return digest_box(bits, piece.box, shape, digest_key(piece.tensor, piece.state))
+
+
+def _bits(part: torch.Tensor, size: int) -> np.ndarray:
+    """Return the bits of a dense CPU tensor as unsigned integers, without a copy.
+
+    `Tensor.numpy()` would do, but marks the storage as one that can't be resized, and old buffers are freed so.
+    """
+    kind = _CTYPES[size] * part.numel()
+    return np.ctypeslib.as_array(kind.from_address(part.data_ptr()))
 
 
 @dataclass

@@ -14,9 +14,8 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.tensor_parallel import random as megatron_random
 from torch.overrides import TorchFunctionMode
 
-_FILLERS = frozenset(
-    ("fill_", "zero_", "normal_", "uniform_", "trunc_normal_", "copy_", "clamp_", "erfinv_", "mul_", "add_", "div_")
-)
+_NOT_WRITES = frozenset(("requires_grad_", "detach_", "share_memory_"))
+"""Methods that end in an underscore and write no element."""
 
 
 def _unwrapped(function: Callable[..., object]) -> Callable[..., object]:
@@ -55,12 +54,18 @@ class Hollow(TorchFunctionMode):
             shape = tuple(kwargs.pop("size", ())) or (args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
             kwargs.pop("memory_format", None)
             return func((), **kwargs).expand(*shape) if len(shape) else func((), **kwargs)
-        if args and getattr(func, "__name__", "") in _FILLERS and is_hollow(args[0]):
-            return args[0]
+        written = args[0] if args else kwargs.get("tensor")  # torch.nn.init passes its tensor by name
+        if _writes(func) and is_hollow(written):
+            return written
         return func(*args, **kwargs)
 
 
 _EMPTY = _unwrapped(torch.empty)
+
+
+def _writes(function: Callable[..., Any]) -> bool:
+    name = getattr(function, "__name__", "")
+    return name.endswith("_") and not name.endswith("__") and name not in _NOT_WRITES
 
 
 @contextmanager
