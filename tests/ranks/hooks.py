@@ -32,3 +32,12 @@ def count_managers(run: PretrainRun) -> None:
         start(self, *args, **kwargs)
 
     BaseManager.start = counted  # type: ignore[method-assign]
+
+
+def dynamic(run: PretrainRun) -> None:
+    """Install the plugin, as `python -m megatron_dynatrain.run` does; `extra["job"]` is not kept, tests read files."""
+    from megatron_dynatrain.patches import checkpoint
+    from megatron_dynatrain.training.install import install
+
+    checkpoint.install()
+    run.plugin = install()

@@ -43,6 +43,7 @@ class PretrainRun:
         main: Runs the script; a hook may put another entry here.
         after_setup: Called with (model, optimizer, scheduler) when they exist and a checkpoint is loaded.
         before_step: Called with (model, optimizer, scheduler) before each step.
+        plugin: The plugin, where the hook `dynamic` installed it.
     """
 
     def __init__(self, context: RankContext, argv: Sequence[str]) -> None:
@@ -52,6 +53,7 @@ class PretrainRun:
         self.main: Callable[[], None] = script.main
         self.after_setup: list[Callable[[Any, Any, Any], None]] = []
         self.before_step: list[Callable[[Any, Any, Any], None]] = []
+        self.plugin: Any = None
 
     def run(self) -> PretrainRecord:
         """Run the script and return the record. Collective over all ranks."""
