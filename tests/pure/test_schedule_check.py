@@ -49,7 +49,7 @@ def test_a_schedule_that_fits_comes_back_with_every_layout_in_full() -> None:
     assert [switch.target.micro_batch_size for switch in planned] == [1, 2, 2]
 
 
-MISFIT = "s.yaml:3 switches[0].to.{key}: the model doesn't fit the layout {layout}: {size} (at_iteration: 5); {rest}"
+MISFIT = "s.yaml:3 switches[0].to{key}: the model doesn't fit the layout {layout}: {size} (at_iteration: 5); {rest}"
 
 
 @pytest.mark.parametrize(
@@ -62,6 +62,8 @@ MISFIT = "s.yaml:3 switches[0].to.{key}: the model doesn't fit the layout {layou
         ("tp: 3", {"ffn_hidden_size": 64}, "tp", "tp3 dp4", "ffn_hidden_size", "expected: a multiple of tp 3; got: 64"),
         ("tp: 3", {"padded_vocab_size": 128}, "tp", "tp3 dp4", "padded_vocab_size",
          "expected: a multiple of tp 3; got: 128"),
+        ("tp: 3, sequence_parallel: true", {}, "", "tp3 dp4 sp", "seq_length",
+         "expected: a multiple of cp 1 x tp 3 = 3 for sequence parallelism; got: 32"),
         ("micro_batch_size: 3", {}, "micro_batch_size", "dp12", "global_batch_size",
          "expected: a multiple of micro batch 3 x dp 12 = 36; got: 24"),
     ],
@@ -69,7 +71,7 @@ MISFIT = "s.yaml:3 switches[0].to.{key}: the model doesn't fit the layout {layou
 def test_a_size_that_the_layout_does_not_divide_is_named(
     to: str, changes: dict[str, Any], key: str, layout: str, size: str, rest: str
 ) -> None:
-    expected = MISFIT.format(key=key, layout=layout, size=size, rest=rest)
+    expected = MISFIT.format(key=f".{key}" if key else "", layout=layout, size=size, rest=rest)
     assert problems_of(f"at_iteration: 5, to: {{{to}}}", **changes) == [expected]
 
 

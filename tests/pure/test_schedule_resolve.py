@@ -81,8 +81,8 @@ def test_naming_one_way_of_splitting_turns_the_others_off() -> None:
 
 def test_a_written_pipeline_layout_is_dropped_where_the_number_of_chunks_changes() -> None:
     launch = launch_at(2, pp=2, split=PipelineSplit(layout="Ett|ttL"))
-    kept, dropped = layouts_of(launch, "micro_batch_size: 2", "vpp: 2")
-    assert kept.split.layout == "Ett|ttL"
+    kept, one_chunk, dropped = layouts_of(launch, "micro_batch_size: 2", "vpp: 1", "vpp: 2")
+    assert kept.split.layout == one_chunk.split.layout == "Ett|ttL"
     assert (dropped.vpp, dropped.split.layout) == (2, None)
 
 
