@@ -76,8 +76,8 @@ def test_a_good_schedule_keeps_names_triggers_and_only_the_keys_it_names(tmp_pat
             GOOD.replace("switches:", "switches_:"),
             [
                 "s.yaml:1 switches: missing key 'switches'; expected: switches: ...; got: nothing",
-                "s.yaml:5 switches_: unknown key 'switches_'; expected: one of version, layouts, switches; got: 'switches_';"
-                " hint: did you mean 'switches'?",
+                "s.yaml:5 switches_: unknown key 'switches_'; expected: one of version, layouts, switches;"
+                " got: 'switches_'; hint: did you mean 'switches'?",
             ],
             id="unknown key of the file",
         ),
