@@ -109,7 +109,8 @@ class RankPlan:
         sent = _summaries((w.index, move.target_rank, move) for w in self.windows for move in w.sends)
         received = _summaries((w.index, move.source_rank, move) for w in self.windows for move in w.receives)
         return {
-            peer: PairSummary(sent.get(peer, Summary()), received.get(peer, Summary())) for peer in {*sent, *received}
+            peer: PairSummary(sent.get(peer, Summary()), received.get(peer, Summary()), len(self.windows))
+            for peer in {*sent, *received}
         }
 
 
