@@ -61,7 +61,7 @@ class Attempt:
     # --- prepare ------------------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Check, build the target without values, plan, and agree on every pair's exchange; nothing of the source moves."""
+        """Check, build the target without values, plan, and let all pairs agree; nothing of the source moves."""
         job = self._job
         with job.phase("prepare", "fit"):
             job.model_fits(self._layout)
@@ -87,7 +87,7 @@ class Attempt:
         self._add_totals()
 
     def _step_of_the_job(self) -> torch.Tensor | None:
-        """Return the one step count of the job's optimizers, in the optimizer's own type; None before the first step."""
+        """Return the job's one step count, in the optimizer's own type; None before the first step."""
         template = self._source.step_template()
         kept = None if template is None else template.detach().clone()
         gathered = self._job.gather("step", (sorted(self._source.steps()), kept))
@@ -130,7 +130,9 @@ class Attempt:
         peak = held[0] + held[1] + plan.staging_bytes
         step_peak = held[0] + states.gradient_bytes(self._source.chunks)
         rows = list(self._job.gather("totals", (*row, peak, step_peak)).values())
-        report.moved_bytes, _, report.local_bytes, report.minimum_bytes, _, _ = (sum(c) for c in zip(*rows, strict=True))
+        report.moved_bytes, _, report.local_bytes, report.minimum_bytes, _, _ = (
+            sum(c) for c in zip(*rows, strict=True)
+        )
         report.max_send_bytes, report.max_recv_bytes, _, _, report.peak_bytes, report.peak_step_bytes = (
             max(column) for column in zip(*rows, strict=True)
         )

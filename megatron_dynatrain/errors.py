@@ -118,7 +118,7 @@ class StateError(DynaTrainError):
     """A state that nobody listed, or a state that is not what it must be."""
 
 
-class SwitchFailure(DynaTrainError):
+class SwitchFailure(DynaTrainError):  # noqa: N818 (it is an outcome: refused or aborted)
     """A switch that did not happen; `report` is what is known of it (a `SwitchReport`)."""
 
     report: Any = None

@@ -74,9 +74,9 @@ class Switcher:
         self.backend = str(dist.get_backend())
         self.world = World(layout, list(chunks), optimizer, ParallelState.capture())
         self.committed = 0
-        self.on_phase: Callable[[str], None] = lambda phase: None
+        self.on_phase: Callable[[str], None] = _nothing
         self.build = build
-        self.model_fits = model_fits or (lambda layout: None)
+        self.model_fits = model_fits or _nothing
         self._attempts = 0
         self._control = ControlPlane(self.store, ranks=layout.ranks, rank=self.rank, tag=f"{name}/control")
         self.description = self._describe()
@@ -154,9 +154,7 @@ class Switcher:
             logger.debug("rank %d: %s/%s failed", self.rank, phase, name, exc_info=True)
             error = caught
         try:
-            self._control.decide(
-                f"{self._attempts}/{phase}/{name}", error, phase=phase, seconds=self.options.timeout
-            )
+            self._control.decide(f"{self._attempts}/{phase}/{name}", error, phase=phase, seconds=self.options.timeout)
         except DynaTrainError as verdict:
             raise verdict from error
 
@@ -174,6 +172,10 @@ class Switcher:
             backend=self.backend,
             timeout=self.options.timeout,
         )
+
+
+def _nothing(_: object) -> None:
+    """Do nothing: the default of hooks."""
 
 
 @contextmanager

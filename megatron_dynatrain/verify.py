@@ -100,7 +100,10 @@ class DigestTable:
             if (after.copies[key] * before - self.copies[key] * now) % 2**64:
                 wrong.append(key)
         if wrong:
-            names = ", ".join(f"{tensor} {state.value} (ranks {list(after.holders[tensor, state])})" for tensor, state in wrong[:_SHOWN])
+            names = ", ".join(
+                f"{tensor} {state.value} (ranks {list(after.holders[tensor, state])})"
+                for tensor, state in wrong[:_SHOWN]
+            )
             raise VerificationError(
                 f"{len(wrong)} of {len(keys)} states are not what they were before the switch",
                 phase="verify",

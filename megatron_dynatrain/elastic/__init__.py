@@ -1,0 +1,1 @@
+"""Worlds of ranks: process groups, decisions that all ranks take together."""

@@ -144,4 +144,6 @@ def _portable(error: BaseException, rank: int, phase: str) -> DynaTrainError:
         error.rank = rank if error.rank is None else error.rank
         error.phase = error.phase or phase
         return type(error)(error.message, **error._fields())  # type: ignore[arg-type]
-    return AgreementError(f"{type(error).__name__}: {error}", rank=rank, phase=phase, hint=f"see the log of rank {rank}")
+    return AgreementError(
+        f"{type(error).__name__}: {error}", rank=rank, phase=phase, hint=f"see the log of rank {rank}"
+    )

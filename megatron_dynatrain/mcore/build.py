@@ -43,7 +43,7 @@ class Hollow(TorchFunctionMode):
     def __torch_function__(
         self,
         func: Callable[..., Any],
-        types: Any,  # noqa: ARG002 (the protocol's signature)
+        types: Any,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
@@ -51,7 +51,9 @@ class Hollow(TorchFunctionMode):
         if not self.active:
             return func(*args, **kwargs)
         if _unwrapped(func) is _EMPTY:
-            shape = tuple(kwargs.pop("size", ())) or (args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
+            shape = tuple(kwargs.pop("size", ())) or (
+                args[0] if len(args) == 1 and not isinstance(args[0], int) else args
+            )
             kwargs.pop("memory_format", None)
             return func((), **kwargs).expand(*shape) if len(shape) else func((), **kwargs)
         written = args[0] if args else kwargs.get("tensor")  # torch.nn.init passes its tensor by name

@@ -24,7 +24,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class NamedParameter:
-    """A parameter of one chunk on this rank: its name with global numbers, its place and what Megatron declares of it."""
+    """A parameter of one chunk on this rank: its global name, its place and what Megatron declares of it."""
 
     name: str
     chunk: int
@@ -49,7 +49,7 @@ def named_parameters(chunks: Sequence[torch.nn.Module]) -> list[NamedParameter]:
             item = declared.get(parameter.data_ptr())
             if item is None:
                 raise UnsupportedError(
-                    "a parameter is not declared by the model's sharded_state_dict, so its place in the whole model is unknown",
+                    "a parameter is not in the model's sharded_state_dict, so its place in the whole model is unknown",
                     subject=local_name,
                     hint="declare it in the module's sharded_state_dict()",
                 )

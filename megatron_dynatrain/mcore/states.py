@@ -116,7 +116,7 @@ class LiveState:
         """Make the optimizer's state entries without values: the moments are filled by the transfer.
 
         Args:
-            step: Step count to start from, copied per parameter (sharing one tensor would count it up once per parameter).
+            step: Step count to start from, copied per parameter: one shared tensor would count once per parameter.
         """
         for run in self.runs.values():
             state = run.optimizer.optimizer.state[run.main]
@@ -148,7 +148,7 @@ class LiveState:
         if not _is_view(main, flat, run.start):
             if flat.dtype == torch.float32:
                 raise StateError(
-                    "a float32 parameter has a main parameter of its own; the layout of its optimizer is not understood",
+                    "a float32 parameter has a main parameter of its own, which is not understood",
                     rank=self.rank,
                     subject=item.name,
                 )

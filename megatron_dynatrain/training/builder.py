@@ -9,11 +9,11 @@ from typing import Any
 
 import megatron.training.training as megatron_training
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training import get_args
 
 from megatron_dynatrain.layout import ParallelLayout
 from megatron_dynatrain.mcore.build import hollow_build
+from megatron_dynatrain.mcore.follow import live_process_groups
 
 SetupFunction = Callable[..., tuple[list[torch.nn.Module], Any, Any]]
 
@@ -51,7 +51,7 @@ class ModelBuilder:
         """Build the chunks and the optimizer of a layout; collective, the layout's parallel state and args are live."""
         keywords = dict(self._keywords)
         keywords["checkpointing_context"] = {}
-        keywords["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
+        keywords["pg_collection"] = live_process_groups()
         container = _copy_container(self._pristine)
         if container is not None and getattr(container, "model", None) is not None:
             _set_layout(container.model.transformer, layout)

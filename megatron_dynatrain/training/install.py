@@ -6,6 +6,7 @@ from argparse import ArgumentParser, Namespace
 from typing import Any
 
 import megatron.training.arguments as megatron_arguments
+import megatron.training.global_vars as megatron_globals
 import torch
 from megatron.training import get_args
 
@@ -13,6 +14,7 @@ from megatron_dynatrain.schedule.schema import Schedule
 from megatron_dynatrain.training.arguments import (
     DynamicOptions,
     add_dynamic_parallelism_args,
+    launch_target,
     refuse_unsupported,
     validate_options,
 )
@@ -20,7 +22,7 @@ from megatron_dynatrain.training.builder import ModelBuilder
 from megatron_dynatrain.training.data import Provider
 from megatron_dynatrain.training.job import DynamicJob, Roles
 from megatron_dynatrain.training.loop import Segments
-from megatron_dynatrain.training.schedule import launch_target, pin_vocabulary, planned_switches, read_schedule
+from megatron_dynatrain.training.schedule import pinned_vocabulary, planned_switches, read_schedule
 
 
 class Plugin:
@@ -32,16 +34,19 @@ class Plugin:
         self.segments = Segments(self._start)
         self._add_arguments = megatron_arguments.add_megatron_arguments
         self._validate = megatron_arguments.validate_args
+        self._build_tokenizer = megatron_globals.build_tokenizer
 
     def install(self) -> None:
         """Add the flags to Megatron's parser and check them when it validates its arguments."""
         megatron_arguments.add_megatron_arguments = self._with_flags
         megatron_arguments.validate_args = self._validated
+        megatron_globals.build_tokenizer = self._with_pinned_vocabulary
 
     def uninstall(self) -> None:
         """Put Megatron's own functions back."""
         megatron_arguments.add_megatron_arguments = self._add_arguments
         megatron_arguments.validate_args = self._validate
+        megatron_globals.build_tokenizer = self._build_tokenizer
         self.segments.uninstall()
 
     def _with_flags(self, parser: ArgumentParser) -> ArgumentParser:
@@ -51,6 +56,14 @@ class Plugin:
         result = self._validate(args, *rest, **kwargs)
         self.check(args)
         return result
+
+    def _with_pinned_vocabulary(self, args: Namespace, *rest: Any, **kwargs: Any) -> Any:
+        """Build the tokenizer, then pad its vocabulary for the whole run; a size that the user gave stays."""
+        given = args.padded_vocab_size
+        tokenizer = self._build_tokenizer(args, *rest, **kwargs)
+        if self.options is not None and given is None:
+            args.padded_vocab_size = pinned_vocabulary(args, self.schedule, tokenizer.vocab_size)
+        return tokenizer
 
     def check(self, args: Namespace) -> None:
         """Check flags and schedule against the model and the world, before anything is built; equal on every rank.
@@ -64,7 +77,6 @@ class Plugin:
         refuse_unsupported(args)
         self.options = options
         self.schedule = read_schedule(options)
-        pin_vocabulary(args, self.schedule)
         planned_switches(self.schedule, args, start_iteration=0)
         self.segments.install()
 

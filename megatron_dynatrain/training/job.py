@@ -8,14 +8,13 @@ from argparse import Namespace
 from dataclasses import dataclass, field
 from typing import Any
 
-import megatron.core.num_microbatches_calculator as microbatches
 import torch
 import torch.distributed as dist
-from megatron.core.utils import get_model_config
 from megatron.training import get_args, get_tensorboard_writer
 
 from megatron_dynatrain.errors import SwitchFailure
 from megatron_dynatrain.layout import ParallelLayout
+from megatron_dynatrain.mcore.follow import model_config, reset_microbatches
 from megatron_dynatrain.records import (
     SwitchRecord,
     append_record,
@@ -95,7 +94,6 @@ class DynamicJob:
                 seed=args.seed,
             ),
         )
-        self._micro_batch_size = args.micro_batch_size
 
     # --- when ---------------------------------------------------------------------------------------------------------
 
@@ -117,12 +115,10 @@ class DynamicJob:
         target = planned.target
         args = get_args()
         change = ArgumentChange(args, values_for(target.layout, target.micro_batch_size))
-        self._micro_batch_size = target.micro_batch_size
         try:
             report = self.switcher.switch(target.layout)
         except SwitchFailure as failure:
             change.undo()
-            self._micro_batch_size = args.micro_batch_size
             self._new_data = None
             self._keep(failure.report, planned, iteration, time.perf_counter() - self._boundary)
             return False
@@ -144,19 +140,18 @@ class DynamicJob:
         self.model[:] = self.switcher.world.chunks
         self.roles.optimizer = self.switcher.world.optimizer
         self.roles.scheduler.optimizer = self.roles.optimizer
-        self.roles.config = get_model_config(self.model[0])
+        self.roles.config = model_config(self.model[0])
         self.roles.data, self._new_data = self._new_data, None
-        microbatches.unset_num_microbatches_calculator()
-        microbatches.init_num_microbatches_calculator(
+        reset_microbatches(
             rank=args.rank,
             global_batch_size=args.global_batch_size,
             micro_batch_size=args.micro_batch_size,
             data_parallel_size=args.data_parallel_size,
+            consumed_samples=args.consumed_train_samples,
             decrease_batch_size_if_needed=args.decrease_batch_size_if_needed,
             step_batch_size_schedule=args.step_batch_size_schedule,
             seq_length=args.seq_length,
         )
-        microbatches.update_num_microbatches(args.consumed_train_samples, consistency_check=False)
 
     # --- records ------------------------------------------------------------------------------------------------------
 

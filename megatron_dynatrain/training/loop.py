@@ -30,7 +30,7 @@ _WRAPPED = (
 )
 
 StartJob = Callable[[list[torch.nn.Module], Roles, ModelBuilder, Provider], DynamicJob]
-"""Makes the job at the first entry of `train()`: checks the schedule against the start iteration, then the real model."""
+"""Makes the job at the first entry of `train()`: checks the schedule from there on, and the real model."""
 
 
 class Segments:

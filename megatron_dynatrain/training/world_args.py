@@ -4,36 +4,9 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from megatron_dynatrain.layout import ParallelLayout, PipelineSplit
+from megatron_dynatrain.layout import ParallelLayout
 
 _MISSING = object()
-
-
-def layout_of(args: Namespace) -> ParallelLayout:
-    """Return the layout that Megatron was launched with, from its validated arguments."""
-    return ParallelLayout.for_world(
-        args.world_size,
-        tp=args.tensor_model_parallel_size,
-        cp=args.context_parallel_size,
-        ep=args.expert_model_parallel_size,
-        etp=args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
-        pp=args.pipeline_model_parallel_size,
-        vpp=args.virtual_pipeline_model_parallel_size,
-        sequence_parallel=bool(args.sequence_parallel),
-        order="tp-cp-ep-pp-dp" if getattr(args, "use_tp_pp_dp_mapping", False) else "tp-cp-ep-dp-pp",
-        instances=args.num_distributed_optimizer_instances,
-        split=PipelineSplit(
-            first=getattr(args, "decoder_first_pipeline_num_layers", None),
-            last=getattr(args, "decoder_last_pipeline_num_layers", None),
-            account_for_embedding=bool(getattr(args, "account_for_embedding_in_pipeline_split", False)),
-            account_for_loss=bool(getattr(args, "account_for_loss_in_pipeline_split", False)),
-            layout=_layout_text(getattr(args, "pipeline_model_parallel_layout", None)),
-        ),
-    )
-
-
-def _layout_text(value: object) -> str | None:
-    return value if isinstance(value, str) or value is None else str(getattr(value, "input_data", value))
 
 
 def values_for(layout: ParallelLayout, micro_batch_size: int) -> dict[str, object]:
@@ -53,6 +26,7 @@ def values_for(layout: ParallelLayout, micro_batch_size: int) -> dict[str, objec
         # Interleaving over two stages needs the overlapped, non-batched exchange: gloo and NCCL pair wrong otherwise.
         "overlap_p2p_comm": layout.vpp is not None,
         "micro_batch_size": micro_batch_size,
+        "eval_micro_batch_size": micro_batch_size,  # Megatron fixes it to the launch value
         "decoder_first_pipeline_num_layers": split.first,
         "decoder_last_pipeline_num_layers": split.last,
         "account_for_embedding_in_pipeline_split": split.account_for_embedding,

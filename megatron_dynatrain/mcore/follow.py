@@ -1,0 +1,56 @@
+"""Small parts of megatron.core that must follow a change of layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import megatron.core.num_microbatches_calculator as calculator
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+
+
+def reset_microbatches(
+    *,
+    rank: int,
+    global_batch_size: int,
+    micro_batch_size: int,
+    data_parallel_size: int,
+    consumed_samples: int,
+    decrease_batch_size_if_needed: bool = False,
+    step_batch_size_schedule: str | None = None,
+    seq_length: int | None = None,
+) -> None:
+    """Make Megatron's micro-batch calculator again for another data-parallel size; local.
+
+    Args:
+        rank: Rank of this process; rank 0 logs.
+        global_batch_size: Samples per step.
+        micro_batch_size: Samples per micro-batch.
+        data_parallel_size: Size of the data-parallel group.
+        consumed_samples: Samples consumed so far, where a schedule of batch sizes stands.
+        decrease_batch_size_if_needed: Megatron's flag of that name.
+        step_batch_size_schedule: Megatron's flag of that name.
+        seq_length: Tokens per sample, in which that schedule counts.
+    """
+    calculator.unset_num_microbatches_calculator()
+    calculator.init_num_microbatches_calculator(
+        rank=rank,
+        global_batch_size=global_batch_size,
+        micro_batch_size=micro_batch_size,
+        data_parallel_size=data_parallel_size,
+        decrease_batch_size_if_needed=decrease_batch_size_if_needed,
+        step_batch_size_schedule=step_batch_size_schedule,
+        seq_length=seq_length,
+    )
+    calculator.update_num_microbatches(consumed_samples, consistency_check=False)
+
+
+def live_process_groups() -> ProcessGroupCollection:
+    """Return the process groups of the live parallel state as a collection; local."""
+    return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def model_config(chunk: torch.nn.Module) -> Any:
+    """Return the transformer config of a (wrapped) model chunk; local."""
+    return get_model_config(chunk)
