@@ -21,15 +21,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-import demo_report
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+import demo_report
 
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = 4
 ITERATION = re.compile(r"iteration\s+(\d+)/\s*(\d+) .*?lm loss: ([-+.\deEnaif]+)")
+REASON = re.compile(r"^(\[rank\d+\]: )?[\w.]*(Error|Exception)\b|\[dynatrain\]")
 
 
 class SideFailedError(Exception):
@@ -81,9 +81,18 @@ def run_side(name: str, command: Sequence[str], directory: Path, console: Consol
         code = process.wait()
     if timed_out.is_set() or code != 0:
         what = f"killed after {timeout:.0f} s" if timed_out.is_set() else f"exit code {code}"
-        tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-40:])
-        raise SideFailedError(f"{name}: {what}; the end of {log}:\n{tail}")
+        why = "\n".join(log_excerpt(log.read_text(encoding="utf-8", errors="replace").splitlines()))
+        raise SideFailedError(f"{name}: {what}; see {log}:\n{why}")
     return time.monotonic() - started
+
+
+def log_excerpt(lines: Sequence[str], most: int = 12) -> list[str]:
+    """Return the lines that say why a run failed: errors and messages of the plugin, else the end of the log.
+
+    The end alone is the launcher's summary, which names the rank and not the reason.
+    """
+    telling = [line for line in lines if REASON.search(line) and "ChildFailedError" not in line]
+    return telling[-most:] or list(lines[-most:])
 
 
 @contextmanager
@@ -114,6 +123,8 @@ def _process(command: Sequence[str], timeout: float) -> Iterator[tuple[subproces
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 def watch(process: subprocess.Popen[str], out: TextIO, name: str, records: Path, console: Console) -> None:
