@@ -45,7 +45,7 @@ def read_version() -> str:
     text = (HERE / "megatron_dynatrain" / "__init__.py").read_text(encoding="utf-8")
     found = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
     if found is None:
-        raise RuntimeError("megatron_dynatrain/__init__.py has no line __version__ = \"...\"")
+        raise RuntimeError('megatron_dynatrain/__init__.py has no line __version__ = "..."')
     return found.group(1)
 
 

@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--root", type=Path, default=Path(sysconfig.get_path("stdlib")), help="folder of .py files")
     parser.add_argument("--limit-bytes", type=int, default=DEFAULT_LIMIT_BYTES, help="most bytes of text to take")
     options = parser.parse_args(argv)
-    console = Console()
+    console = Console(soft_wrap=True)
     made = build(options.root, options.output, options.limit_bytes, console)
     console.print(
         f"corpus {options.output}: {made['files']} files of Python {made['python']}, {made['tokens']:,} tokens",

@@ -167,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--flags", type=Path, default=ROOT / "configs" / "models" / "demo.args", help="Megatron flags")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each of the two runs")
     options = parser.parse_args(argv)
-    console = Console()
+    console = Console(soft_wrap=True)
     output = options.output.resolve()
     corpus = output / "corpus" / "stdlib"
     try:

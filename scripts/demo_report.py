@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -159,21 +160,13 @@ def switch_line(record: Mapping[str, Any]) -> str:
 
 
 def switch_table(switches: Sequence[Mapping[str, Any]]) -> Table:
-    """Return the table of switches."""
-    table = Table(title="switches")
-    for heading in (
-        "iteration",
-        "from",
-        "to",
-        "outcome",
-        "prepare s",
-        "stall s",
-        "moved",
-        "minimum",
-        "local",
-        "verify",
-    ):
-        table.add_column(heading, no_wrap=True)
+    """Return the table of switches; narrow enough for 80 columns."""
+    table = Table(title="switches", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for heading in ("at", "from", "to"):
+        table.add_column(heading)
+    table.add_column("outcome", no_wrap=True)
+    for heading in ("prepare\nseconds", "stall\nseconds", "moved", "least\npossible", "verify"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for record in switches:
         table.add_row(
             str(record.get("iteration")),
@@ -184,7 +177,6 @@ def switch_table(switches: Sequence[Mapping[str, Any]]) -> Table:
             seconds(record.get("stall_s")),
             size(record.get("moved_bytes")),
             size(record.get("minimum_bytes")),
-            size(record.get("local_bytes")),
             str(record.get("verify")),
         )
     return table
@@ -244,7 +236,7 @@ def report(output: Path, schedule: Path, console: Console) -> int:
     }
     picture = output / "losses.png"
     plot(switched, unchanged, switches, picture)
-    console.print(switch_table(switches))
+    console.print(switch_table(switches), soft_wrap=False)
     for name, difference in differences.items():
         console.print(
             f"{name} losses: {difference.values} compared, largest relative difference {difference.worst:.2e} "
