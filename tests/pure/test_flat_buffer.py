@@ -79,12 +79,20 @@ def test_c15_dp4_and_dp2_cp2_hold_the_same_shards() -> None:
     assert before.pieces(0) != before.pieces(1)
 
 
-def test_small_buckets_close_when_full() -> None:
-    buffer = only_buffer(ParallelLayout(dp=3), policy=BufferPolicy(bucket_size=250))
+@pytest.mark.parametrize("size", [201, 250, 556])
+def test_small_buckets_close_when_full(size: int) -> None:
+    buffer = only_buffer(ParallelLayout(dp=3), policy=BufferPolicy(bucket_size=size))
     assert buffer.index == (("p0", 0, 200, 0), ("p1", 256, 556, 0), ("p2", 768, 832, 1))
     assert buffer.buckets == ((0, 768), (768, 1152))
     assert buffer.numel == 1152
     assert [owned_run(buffer, "p2", rank) for rank in range(3)] == [(0, 64), None, None]
+
+
+def test_a_bucket_counts_its_inner_padding_but_not_its_end() -> None:
+    buffer = only_buffer(ParallelLayout(dp=2), policy=BufferPolicy(bucket_size=200))
+    assert buffer.index == (("p0", 0, 200, 0), ("p1", 256, 556, 1), ("p2", 640, 704, 2))
+    assert buffer.buckets == ((0, 256), (256, 640), (640, 768))
+    assert len(only_buffer(ParallelLayout(dp=2), policy=BufferPolicy(bucket_size=557)).buckets) == 1
 
 
 def test_padding_for_bus_bandwidth() -> None:

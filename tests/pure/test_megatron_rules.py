@@ -109,6 +109,7 @@ def test_stage_layers_equal_megatron(megatron: types.SimpleNamespace, split: Pip
     [
         ("Et*3|t*4|L", 3),
         ("Et|t|t|tL", 2),
+        ("Ettt|t|tt|tL", 2),
         ("E|(tt|)*4t,t|L", 7),
         ("Ett|(t|)*2t|L", 5),
         ("E|t*|2L", 2),

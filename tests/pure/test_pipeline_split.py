@@ -57,6 +57,7 @@ def test_c06_one_stage_with_last_does_not_build_one_layer() -> None:
         (8, 3, 2, {"first": 2, "last": 2}, [[[0], [4]], [[1, 2], [5, 6]], [[3], [7]]]),
         (6, 2, None, {"layout": "Ettt|(t)*3L"}, [[[0, 1, 2]], [[3, 4, 5]]]),
         (6, 2, None, {"layout": "E|t*2|tt,|ttL"}, [[[], [2, 3]], [[0, 1], [4, 5]]]),
+        (7, 2, None, {"layout": "Ettt|t|tt|tL"}, [[[0, 1, 2], [4, 5]], [[3], [6]]]),
         (5, 4, None, {"layout": "E|(tt|)*2t|L"}, None),
         (5, 5, None, {"layout": "E|(tt|)*2t|L"}, [[[]], [[0, 1]], [[2, 3]], [[4]], [[]]]),
     ],
