@@ -10,7 +10,7 @@ from megatron_dynatrain.elastic.groups import WorldGroups, default_group
 from megatron_dynatrain.errors import StateError
 from megatron_dynatrain.layout import ParallelLayout
 from megatron_dynatrain.mcore import optimizers, states, teardown
-from megatron_dynatrain.mcore.build import untouched_random_streams
+from megatron_dynatrain.mcore.build import materialize, untouched_random_streams
 from megatron_dynatrain.mcore.parallel_state import ParallelState
 from megatron_dynatrain.mcore.random_streams import RandomStreams
 from megatron_dynatrain.mcore.states import MOMENTS, LiveState
@@ -118,6 +118,7 @@ class Attempt:
         states.release_gradients(self._job.world.chunks)
         with self._parallel_state.active(), default_group(self._groups.group()), untouched_random_streams():
             self._chunks, self._optimizer = self._job.build(self._layout)
+            materialize(self._chunks)
         states.release_gradients(self._chunks)
 
     def _route(self, before: Placement, after: Placement) -> RankPlan:

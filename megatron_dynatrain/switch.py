@@ -21,7 +21,7 @@ from megatron_dynatrain.elastic.groups import WorldGroups
 from megatron_dynatrain.errors import DynaTrainError, SwitchAborted, SwitchRefused
 from megatron_dynatrain.layout import ParallelLayout
 from megatron_dynatrain.mcore import states, teardown
-from megatron_dynatrain.mcore.describe import describe_local, is_tied, merge, number_of_layers
+from megatron_dynatrain.mcore.describe import describe_local, facts_of, merge
 from megatron_dynatrain.mcore.parallel_state import ParallelState
 from megatron_dynatrain.mcore.states import LiveState
 from megatron_dynatrain.switch_types import BuildTarget, SwitchOptions, SwitchReport, World
@@ -87,10 +87,9 @@ class Switcher:
         local: Any = None
         with self.phase("check", "describe"):
             local = describe_local(world.chunks, world.layout)
-        mine = (local, is_tied(world.chunks), number_of_layers(world.chunks))
-        parts = [part for _, part in sorted(self.gather("specs", mine, phase="check").items())]
+        specs = [part for _, part in sorted(self.gather("specs", local, phase="check").items())]
         with self.phase("check", "placement"):
-            description = merge([part[0] for part in parts], num_layers=parts[0][2], tied=parts[0][1])
+            description = merge(specs, facts_of(world.chunks))
             live = LiveState(world.chunks, world.optimizer, rank=self.rank)
             live.check(Placement(description, world.layout, live.buffer_policy()), moments=bool(live.steps()))
         return description

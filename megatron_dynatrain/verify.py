@@ -120,10 +120,10 @@ def check_casts(live: LiveState, *, rank: int) -> None:
         VerificationError: Names the first parameter that is stale.
     """
     for item in live.named:
-        run = live.runs.get(item.parameter)
-        if run is None or item.parameter.dtype == torch.float32:
+        run = live.runs.get(item.tensor)
+        if run is None or item.tensor.dtype == torch.float32:
             continue
-        held = item.parameter.detach().view(-1)[run.start : run.stop]
+        held = item.tensor.detach().view(-1)[run.start : run.stop]
         cast = run.main.detach().view(-1).to(held.dtype)
         if not torch.equal(held.view(torch.int16), cast.view(torch.int16)):
             count = int((held.view(torch.int16) != cast.view(torch.int16)).sum())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -122,3 +122,11 @@ def untouched_random_streams() -> Iterator[None]:
             torch.cuda.set_rng_state(cuda)
         if tracker is not None and states is not None:
             tracker.set_states(states)
+
+
+def materialize(chunks: Sequence[torch.nn.Module]) -> None:
+    """Give storage to the parameters that no DDP buffer holds: frozen ones; local, values are not set."""
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            if is_hollow(parameter):
+                parameter.data = torch.empty_like(parameter, memory_format=torch.contiguous_format)

@@ -10,7 +10,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_dynatrain.errors import PlacementError, StateError, UnsupportedError
-from megatron_dynatrain.mcore.describe import NamedParameter, dtype_name, named_parameters
+from megatron_dynatrain.mcore.describe import NamedTensor, dtype_name, named_tensors
 from megatron_dynatrain.vps.flat_buffer import BufferPolicy
 from megatron_dynatrain.vps.placement import Placement, slab_name
 from megatron_dynatrain.vps.tensor import StateKind
@@ -91,7 +91,7 @@ class LiveState:
                     hint="train without FSDP",
                 )
         self.optimizer = optimizer
-        self.named: list[NamedParameter] = named_parameters(chunks)
+        self.named: list[NamedTensor] = named_tensors(chunks)
         self.runs = owned_runs(optimizer)
 
     def buffer_policy(self) -> BufferPolicy:
@@ -134,15 +134,16 @@ class LiveState:
         """
         slabs: dict[str, torch.Tensor] = {}
         for item in self.named:
-            flat = item.parameter.detach().view(-1)
-            slabs[slab_name(StateKind.PARAM, item.chunk, item.name)] = flat
-            run = self.runs.get(item.parameter)
+            flat = item.tensor.detach().view(-1)
+            kind = StateKind.BUFFER if item.is_buffer else StateKind.PARAM
+            slabs[slab_name(kind, item.chunk, item.name)] = flat
+            run = self.runs.get(item.tensor)
             if run is not None:
                 slabs.update(self._owned(item, run, flat, moments))
         return slabs
 
     def _owned(
-        self, item: NamedParameter, run: OwnedRun, flat: torch.Tensor, moments: bool
+        self, item: NamedTensor, run: OwnedRun, flat: torch.Tensor, moments: bool
     ) -> Iterator[tuple[str, torch.Tensor]]:
         main = run.main.detach().view(-1)
         if not _is_view(main, flat, run.start):
@@ -153,16 +154,15 @@ class LiveState:
                     subject=item.name,
                 )
             yield slab_name(StateKind.MAIN, item.chunk, item.name), main
-        if not moments:
-            return
         state = run.state
-        unknown = sorted(set(state) - _KNOWN_STATES)
-        missing = sorted(kind.value for kind in MOMENTS if kind.value not in state)
+        if not moments and not state:
+            return
+        unknown, missing = sorted(set(state) - _KNOWN_STATES), sorted(_KNOWN_STATES - set(state))
         if unknown or missing:
             raise StateError(
                 "the optimizer's states are not the ones in the list",
                 rank=self.rank,
-                subject=item.name,
+                subject=f"{item.name}: {', '.join([*missing, *unknown])}",
                 expected=sorted(_KNOWN_STATES),
                 got=sorted(state),
                 hint="an unlisted state would be lost by a switch, a missing one would be made of zeros",
@@ -200,7 +200,7 @@ class LiveState:
         by_name = {(item.chunk, item.name): item for item in self.named}
         for slab in placement.slabs(self.rank):
             item = by_name[slab.chunk, slab.parameter]
-            run = self.runs.get(item.parameter)
+            run = self.runs.get(item.tensor)
             if slab.state in (StateKind.PARAM, StateKind.BUFFER) or (slab.state in MOMENTS and not moments):
                 continue
             actual = (run.start, run.stop) if run is not None else None
@@ -214,7 +214,7 @@ class LiveState:
                 )
 
     def _check_buffers(self, placement: Placement) -> None:
-        names = {item.parameter: item.name for item in self.named}
+        names = {item.tensor: item.name for item in self.named}
         predicted = {}
         for buffer in placement.buffers(self.rank):
             for name, start, end, bucket in buffer.index:
