@@ -69,7 +69,7 @@ def _wait(work: dist.Work | None, rank: int, deadline: Deadline) -> None:
     try:
         work.wait(deadline.wait_limit())
     except RuntimeError as error:
-        late = deadline.remaining() <= 0
+        late = deadline.passed()
         raise (DeadlineError if late else TransferError)(
             "the ranks could not agree on what to exchange",
             rank=rank,

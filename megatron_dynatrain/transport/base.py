@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     import torch
 
 
+_TICK = 0.001
+"""Shortest wait of torch.distributed, in seconds."""
+
+
 class Deadline:
     """A point in time, on the monotonic clock, until which something may wait.
 
@@ -30,9 +34,13 @@ class Deadline:
         """Return the seconds left; 0 once it has passed."""
         return max(0.0, self._end - self._clock())
 
+    def passed(self) -> bool:
+        """Return whether it has passed, or has too little left to wait once more (waits count whole milliseconds)."""
+        return self.remaining() < _TICK
+
     def wait_limit(self) -> timedelta:
         """Return the time left for a wait of torch.distributed: at least 1 ms, because 0 means no limit there."""
-        return timedelta(seconds=max(self.remaining(), 0.001))
+        return timedelta(seconds=max(self.remaining(), _TICK))
 
     def check(self, phase: str, subject: str, *, rank: int | None = None) -> None:
         """Raise if it has passed.
@@ -40,7 +48,7 @@ class Deadline:
         Raises:
             DeadlineError: It has passed; names the phase and what was waited for.
         """
-        if self.remaining() <= 0:
+        if self.passed():
             raise DeadlineError(
                 "the deadline has passed",
                 rank=rank,

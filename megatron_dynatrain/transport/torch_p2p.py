@@ -154,7 +154,7 @@ class TorchTransport:
             raise RuntimeError("this rank is not a member of the group")
         if self._batched:
             while not work.is_completed():
-                if deadline.remaining() <= 0:
+                if deadline.passed():
                     raise RuntimeError("timed out")
                 time.sleep(_POLL)
             work.wait()  # orders the current stream after it
@@ -168,7 +168,7 @@ class TorchTransport:
         return missing.what if missing else f"exchanging with {', '.join(str(step.peer) for step in batch)}"
 
     def _error(self, cause: RuntimeError, what: str, deadline: Deadline, label: str) -> TransferError | DeadlineError:
-        late = deadline.remaining() <= 0
+        late = deadline.passed()
         kind = DeadlineError if late else TransferError
         return kind(
             f"{what} {'took too long' if late else 'failed'}",

@@ -37,12 +37,17 @@ class TablePlacement:
             )
             for rank in ranks
         }
+        self._of_tensor: dict[str, dict[int, tuple[Piece, ...]]] = {}
+        for rank in sorted(ranks):
+            for piece in self._pieces[rank]:
+                of_rank = self._of_tensor.setdefault(piece.tensor, {})
+                of_rank[rank] = (*of_rank.get(rank, ()), piece)
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         return self._pieces[rank]
 
     def pieces_of(self, rank: int, tensor: str) -> tuple[Piece, ...]:
-        return tuple(piece for piece in self._pieces[rank] if piece.tensor == tensor)
+        return self._of_tensor.get(tensor, {}).get(rank, ())
 
     def slabs(self, rank: int) -> tuple[Slab, ...]:
         return tuple(
@@ -51,7 +56,7 @@ class TablePlacement:
         )
 
     def holders(self, tensor: str) -> tuple[int, ...]:
-        return tuple(sorted(rank for rank in self._pieces if self.pieces_of(rank, tensor)))
+        return tuple(self._of_tensor.get(tensor, ()))
 
 
 def one_each(

@@ -16,7 +16,7 @@ from megatron_dynatrain.routing.items import items_of
 from megatron_dynatrain.routing.windows import RankPlan, WindowBudget, check_pairs, plan_all, plan_rank
 from megatron_dynatrain.vps.placement import Placement
 from megatron_dynatrain.vps.region import Box
-from megatron_dynatrain.vps.tensor import StateKind
+from megatron_dynatrain.vps.tensor import ModelDescription, StateKind
 from tests.pure.models import dense_model
 from tests.routing.layouts import DENSE, HALF, placements
 from tests.routing.tables import TablePlacement, frozen_model, one_each
@@ -24,8 +24,10 @@ from tests.routing.tables import TablePlacement, frozen_model, one_each
 budgets = st.builds(WindowBudget, bytes=st.sampled_from((2000, 6000, 2**28)), ops=st.sampled_from((1, 7, 256)))
 
 
-def dense(source: str, target: str, model=DENSE) -> tuple[Placement, Placement]:
-    return tuple(Placement(model, ParallelLayout.for_world(**eval(f"dict({text})"))) for text in (source, target))
+def dense(
+    source: dict[str, int], target: dict[str, int], model: ModelDescription = DENSE
+) -> tuple[Placement, Placement]:
+    return tuple(Placement(model, ParallelLayout.for_world(**sizes)) for sizes in (source, target))
 
 
 @settings(max_examples=60, deadline=None)
@@ -64,7 +66,7 @@ def test_planning_is_local() -> None:
 
 
 def test_windows_need_only_holders() -> None:
-    source, target = dense("world_size=4, tp=2", "world_size=4, pp=2")
+    source, target = dense({"world_size": 4, "tp": 2}, {"world_size": 4, "pp": 2})
     windows = cut_windows(items_of(DENSE), source, target, WindowBudget(bytes=4000))
     for placement in (source, target):
         placement.pieces_of = placement.pieces = None  # any use of them fails
@@ -73,7 +75,7 @@ def test_windows_need_only_holders() -> None:
 
 
 def test_slices_cover_every_item_once() -> None:
-    source, target = dense("world_size=6, tp=3", "world_size=6, pp=2", HALF)
+    source, target = dense({"world_size": 6, "tp": 3}, {"world_size": 6, "pp": 2}, HALF)
     windows = cut_windows(items_of(HALF), source, target, WindowBudget(bytes=900))
     elements = Counter()
     regions: dict[object, list[Box]] = {}
@@ -119,7 +121,7 @@ def test_an_empty_budget_is_refused(limits: dict[str, int]) -> None:
 def test_stages_and_shards_progress_together() -> None:
     """In the first half of the windows every rank sends and receives about half of its bytes."""
     model = dense_model(layers=24, hidden=12, ffn=24, vocab=24)
-    source, target = dense("world_size=4, pp=4", "world_size=4, tp=4", model)
+    source, target = dense({"world_size": 4, "pp": 4}, {"world_size": 4, "tp": 4}, model)
     for plan in plan_all(source, target, budget=WindowBudget(bytes=8000)):
         half = plan.windows[: len(plan.windows) // 2]
         assert 0.35 < sum(m.nbytes for w in half for m in w.sends) / plan.sent_bytes < 0.65
@@ -128,7 +130,7 @@ def test_stages_and_shards_progress_together() -> None:
 
 def test_replicas_share_the_sending() -> None:
     """dp4 -> dp8: four new ranks receive the parameters; the four old ones send about the same."""
-    source, target = dense("world_size=4", "world_size=8", dense_model(layers=16, hidden=12, ffn=24, vocab=24))
+    source, target = dense({"world_size": 4}, {"world_size": 8}, dense_model(layers=16, hidden=12, ffn=24, vocab=24))
     skip = set(StateKind) - {StateKind.PARAM}
     sent = [plan.sent_bytes for plan in plan_all(source, target, skip_states=skip)]
     assert sent[4:] == [0] * 4
@@ -136,7 +138,7 @@ def test_replicas_share_the_sending() -> None:
 
 
 def test_skipped_states_do_not_move() -> None:
-    source, target = dense("world_size=2, tp=2", "world_size=2, pp=2", HALF)
+    source, target = dense({"world_size": 2, "tp": 2}, {"world_size": 2, "pp": 2}, HALF)
     for plan in plan_all(source, target, skip_states={StateKind.PARAM}):
         states = {m.state for w in plan.windows for m in (*w.sends, *w.receives, *w.copies)}
         assert StateKind.PARAM not in states
@@ -145,14 +147,14 @@ def test_skipped_states_do_not_move() -> None:
 
 
 def test_a_switch_to_the_same_layout_moves_nothing() -> None:
-    source, target = dense("world_size=4, tp=2", "world_size=4, tp=2")
+    source, target = dense({"world_size": 4, "tp": 2}, {"world_size": 4, "tp": 2})
     for plan in plan_all(source, target):
         assert plan.sent_bytes == plan.received_bytes == plan.minimum_received_bytes == 0
         assert plan.peers == ()
 
 
 def test_refusals() -> None:
-    source, target = dense("world_size=2", "world_size=2, tp=2")
+    source, target = dense({"world_size": 2}, {"world_size": 2, "tp": 2})
     with pytest.raises(PlanError, match="the rank is in neither layout"):
         plan_rank(source, target, 2)
     with pytest.raises(PlanError, match="different models"):
@@ -183,7 +185,7 @@ def swapped_sends(plan: RankPlan) -> RankPlan:
 
 @pytest.mark.parametrize("spoil", [without_first_send, swapped_sends])
 def test_pairs_that_disagree_are_named(spoil) -> None:
-    source, target = dense("world_size=2, tp=2", "world_size=2, pp=2")
+    source, target = dense({"world_size": 2, "tp": 2}, {"world_size": 2, "pp": 2})
     first, second = plan_all(source, target)
     check_pairs((first, second))
     with pytest.raises(AgreementError, match=r"ranks 0 and 1 don't agree.*rank 0 to rank 1.*digest.*digest"):
@@ -191,7 +193,7 @@ def test_pairs_that_disagree_are_named(spoil) -> None:
 
 
 def test_plans_of_other_windows_disagree() -> None:
-    source, target = dense("world_size=2, tp=2", "world_size=2, pp=2")
+    source, target = dense({"world_size": 2, "tp": 2}, {"world_size": 2, "pp": 2})
     first = plan_rank(source, target, 0, budget=WindowBudget(bytes=5000))
     with pytest.raises(AgreementError, match=r"number of windows"):
         check_pairs((first, plan_rank(source, target, 1)))
