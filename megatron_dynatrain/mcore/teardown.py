@@ -51,7 +51,8 @@ def release_model(chunks: Sequence[torch.nn.Module]) -> None:
         chunk.grad_accs.clear()
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
             for data in (buffer.param_data, buffer.grad_data):
-                if data is not None:
+                # Where somebody called `numpy()` on a parameter, the memory goes with the last reference to it.
+                if data is not None and data.untyped_storage().resizable():
                     data.untyped_storage().resize_(0)
         for module in chunk.modules():
             dispatcher = getattr(module, "token_dispatcher", None)
