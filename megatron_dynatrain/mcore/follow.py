@@ -7,6 +7,7 @@ from typing import Any
 import megatron.core.num_microbatches_calculator as calculator
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.utils import get_model_config
 
 
@@ -44,6 +45,18 @@ def reset_microbatches(
         seq_length=seq_length,
     )
     calculator.update_num_microbatches(consumed_samples, consistency_check=False)
+
+
+def set_written_pipeline(config: Any, text: str | None, pp: int) -> None:
+    """Set a written pipeline layout (`--pipeline-model-parallel-layout`) in a transformer config; None for none."""
+    if text is None:
+        config.pipeline_model_parallel_layout = None
+        return
+    layout = PipelineParallelLayerLayout.from_str(text, pp)
+    config.pipeline_model_parallel_layout = layout
+    config.mtp_standalone = layout.validate_layer_layout(
+        num_layers=config.num_layers, mtp_num_layers=config.mtp_num_layers
+    )
 
 
 def live_process_groups() -> ProcessGroupCollection:

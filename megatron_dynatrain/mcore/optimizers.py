@@ -7,7 +7,8 @@ import torch
 from megatron_dynatrain.errors import StateError
 from megatron_dynatrain.mcore.states import distributed_optimizers
 
-_PER_RANK = frozenset({"params"})
+_OF_LAYOUT = frozenset({"params", "is_expert_parallel"})
+"""Keys that follow the layout: experts are in the dense optimizer at ep 1 and in one of their own above."""
 _MOVED = ("lr", "weight_decay")
 """Values of a parameter group that the scheduler changes during training; all others come from the configuration."""
 
@@ -17,15 +18,15 @@ GroupIdentity = tuple[tuple[str, str], ...]
 def _identity(group: dict[str, object]) -> GroupIdentity:
     """Return what tells a parameter group from the others, whatever the layout and the order."""
     return tuple(
-        sorted((key, repr(value)) for key, value in group.items() if key not in _PER_RANK and key not in _MOVED)
+        sorted((key, repr(value)) for key, value in group.items() if key not in _OF_LAYOUT and key not in _MOVED)
     )
 
 
 def carry_groups(source: object, target: object, *, rank: int) -> None:
     """Copy lr and weight decay of each parameter group to the group of the same identity; local.
 
-    Groups are matched by their settings (weight-decay class, lr multiplier, betas, eps, expert or dense), never by
-    position: the number of inner optimizers can differ between layouts.
+    Groups are matched by their settings (weight-decay class, lr multiplier, betas, eps), never by position: the number
+    of inner optimizers can differ between layouts, and with it the optimizer that a parameter belongs to.
 
     Raises:
         StateError: A target group that has no counterpart; names its settings.
@@ -87,5 +88,5 @@ def scalars(optimizer: object) -> dict[str, object]:
 
 def hash_free(identity: GroupIdentity) -> str:
     """Return a readable name of a parameter group that is the same in every process."""
-    short = {k: v for k, v in identity if k in ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")}
+    short = {k: v for k, v in identity if k in ("wd_mult", "lr_mult", "is_decoupled_lr")}
     return ", ".join(f"{key}={value}" for key, value in short.items()) or "all parameters"

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_dynatrain.errors import DynaTrainError
-from megatron_dynatrain.layout import ParallelLayout
 from megatron_dynatrain.model_fit import check_model_fit, padded_vocab_size
 from megatron_dynatrain.schedule.problems import Problem, ScheduleProblemsError
 from megatron_dynatrain.schedule.resolve import PlannedSwitch, Target, layout_problem, resolve_or_explain
@@ -28,6 +26,8 @@ class ModelSizes:
         padded_vocab_size: Rows of the embedding, where they are fixed; None where they are pinned to fit the
             schedule (see `pinned_padded_vocab_size`).
         seq_length: Tokens per sample; None skips its checks.
+        num_experts: Routed experts per MoE layer; None for a dense model.
+        moe_ffn_hidden_size: Width of one expert; `ffn_hidden_size` where it isn't given.
         global_batch_size: Samples per iteration.
     """
 
@@ -38,26 +38,9 @@ class ModelSizes:
     ffn_hidden_size: int | None = None
     padded_vocab_size: int | None = None
     seq_length: int | None = None
+    num_experts: int | None = None
+    moe_ffn_hidden_size: int | None = None
     global_batch_size: int
-
-
-@dataclass(frozen=True, slots=True)
-class _NotYet:
-    """A key of a layout that is read, and refused because no switch to it works yet."""
-
-    key: str
-    refused: Callable[[Mapping[str, Any], ParallelLayout], bool]
-    expected: str
-
-
-_NOT_YET: tuple[_NotYet, ...] = (
-    _NotYet("cp", lambda named, _: named.get("cp", 1) > 1, "cp 1"),
-    _NotYet("ep", lambda named, _: named.get("ep", 1) > 1, "ep 1"),
-    _NotYet("etp", lambda named, layout: named.get("etp") not in (None, layout.tp), "etp equal to tp"),
-    _NotYet("vpp", lambda named, _: (named.get("vpp") or 1) > 1, "one model chunk per pipeline rank"),
-    _NotYet("layout", lambda named, to: bool(named.get("layout")) and to.num_chunks > 1, "as many stages as pp"),
-    _NotYet("instances", lambda named, _: named.get("instances", 1) > 1, "one distributed optimizer instance"),
-)
 
 
 def check_schedule(
@@ -159,6 +142,8 @@ def _check_fit(model: ModelSizes, target: Target, tps: Iterable[int]) -> None:
         ffn_hidden_size=model.ffn_hidden_size or 4 * model.hidden_size,
         hidden_size=model.hidden_size,
         padded_vocab_size=model.padded_vocab_size or math.lcm(*tps),
+        num_experts=model.num_experts,
+        moe_ffn_hidden_size=model.moe_ffn_hidden_size,
         seq_length=model.seq_length,
         global_batch_size=model.global_batch_size,
         micro_batch_size=target.micro_batch_size,
@@ -202,7 +187,7 @@ def _unsupported(
 ) -> list[Problem]:
     """Return the keys a layout writes that no switch can follow yet; what it inherits was complained of before."""
     named = switch.layout.named()
-    found = [(row.key, row.expected) for row in _NOT_YET if row.refused(named, target.layout)]
+    found = []
     if target.layout.ranks != launch.layout.ranks and named.get("ranks") is not None:
         found.append(("ranks", "the ranks of the launch layout, in their order"))
     if named.get("global_batch_size", model.global_batch_size) != model.global_batch_size:

@@ -180,6 +180,8 @@ def model_sizes(args: Namespace, padded_vocab_size: int | None = None) -> ModelS
         ffn_hidden_size=args.ffn_hidden_size,
         padded_vocab_size=padded_vocab_size,
         seq_length=args.seq_length,
+        num_experts=args.num_experts,
+        moe_ffn_hidden_size=args.moe_ffn_hidden_size,
         global_batch_size=args.global_batch_size,
     )
 

@@ -13,7 +13,7 @@ from megatron.training import get_args
 
 from megatron_dynatrain.layout import ParallelLayout
 from megatron_dynatrain.mcore.build import hollow_build
-from megatron_dynatrain.mcore.follow import live_process_groups
+from megatron_dynatrain.mcore.follow import live_process_groups, set_written_pipeline
 
 SetupFunction = Callable[..., tuple[list[torch.nn.Module], Any, Any]]
 
@@ -74,16 +74,19 @@ def _copy_container(container: Any) -> Any:
 
 
 def _set_layout(config: Any, layout: ParallelLayout) -> None:
+    """Set the layout in a transformer config, with the fields that Megatron derives from the sizes."""
     args = get_args()
+    if config.microbatch_group_size_per_vp_stage == config.pipeline_model_parallel_size:
+        config.microbatch_group_size_per_vp_stage = layout.pp
     for name in _TRANSFORMER_FIELDS:
         setattr(config, name, getattr(args, name))
-    interleaved = layout.vpp is not None
-    config.overlap_p2p_comm = interleaved
-    config.batch_p2p_comm = not interleaved
+    config.overlap_p2p_comm = args.overlap_p2p_comm
+    config.batch_p2p_comm = not args.overlap_p2p_comm
     config.num_layers_in_first_pipeline_stage = layout.split.first
     config.num_layers_in_last_pipeline_stage = layout.split.last
     config.account_for_embedding_in_pipeline_split = layout.split.account_for_embedding
     config.account_for_loss_in_pipeline_split = layout.split.account_for_loss
+    set_written_pipeline(config, layout.split.layout, layout.pp)
 
 
 @contextmanager

@@ -63,7 +63,7 @@ def _differs(flag: str, dest: str, other: str, why: str) -> Refusal:
     )
 
 
-_DENSE = "only dense GPT is moved so far, this comes later"
+_CONTEXT = "context-parallel groups of several levels are not rebuilt yet"
 _FSDP = "parameters are sharded by FSDP and not by the distributed optimizer, whose shards are what is moved"
 _SCALES = "scales and quantised copies are states that nobody moves yet"
 _MODEL = "its parameters have no logical tensors yet"
@@ -83,11 +83,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "the optimizer state is found through the shards of the distributed optimizer",
         "add --use-distributed-optimizer",
     ),
-    _above_one(
-        "--num-distributed-optimizer-instances",
-        "num_distributed_optimizer_instances",
-        "shards within a part of the data-parallel group come later",
-    ),
     _set(
         "--use-precision-aware-optimizer",
         "use_precision_aware_optimizer",
@@ -102,26 +97,8 @@ REFUSALS: tuple[Refusal, ...] = (
     _set("--fp4-format", "fp4", _SCALES),
     _set("--fp4-param-gather", "fp4_param_gather", _SCALES),
     _set("--te-precision-config-file", "te_precision_config_file", _SCALES),
-    _above_one("--context-parallel-size", "context_parallel_size", _DENSE),
-    _set("--hierarchical-context-parallel-sizes", "hierarchical_context_parallel_sizes", _DENSE),
-    _set("--hybrid-context-parallel", "hybrid_context_parallel", _DENSE),
-    _above_one("--expert-model-parallel-size", "expert_model_parallel_size", _DENSE),
-    _set("--num-experts", "num_experts", _DENSE),
-    _set("--num-layers-per-virtual-pipeline-stage", "num_layers_per_virtual_pipeline_stage", _DENSE),
-    Refusal(
-        "--num-virtual-stages-per-pipeline-rank",
-        "virtual_pipeline_model_parallel_size",
-        "more than 1, or as many stages in `--pipeline-model-parallel-layout`",
-        lambda args: (
-            max(
-                getattr(args, "virtual_pipeline_model_parallel_size", None) or 1,
-                getattr(args, "num_virtual_stages_per_pipeline_rank", None) or 1,
-            )
-            > 1
-        ),
-        _DENSE,
-        "use one model chunk per pipeline rank",
-    ),
+    _set("--hierarchical-context-parallel-sizes", "hierarchical_context_parallel_sizes", _CONTEXT),
+    _set("--hybrid-context-parallel", "hybrid_context_parallel", _CONTEXT),
     Refusal(
         "--tensor-parallel-num-weight-shards",
         "tensor_parallel_num_weight_shards",
@@ -133,7 +110,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "weights sharded over more ranks than tensor parallelism has are not modelled",
         "drop --tensor-parallel-num-weight-shards",
     ),
-    _set("--multi-latent-attention", "multi_latent_attention", _MODEL),
+    _set(
+        "--moe-router-topk-limited-devices",
+        "moe_router_topk_limited_devices",
+        "the routing groups follow the expert-parallel size, so the model would change with the layout",
+        "use --moe-router-num-groups and --moe-router-group-topk",
+    ),
     _set("--mtp-num-layers", "mtp_num_layers", _MODEL),
     _set("--experimental-attention-variant", "experimental_attention_variant", _MODEL),
     _set("--hybrid-layer-pattern", "hybrid_layer_pattern", _MODEL),

@@ -25,6 +25,7 @@ def values_for(layout: ParallelLayout, micro_batch_size: int) -> dict[str, objec
         "num_distributed_optimizer_instances": layout.instances,
         # Interleaving over two stages needs the overlapped, non-batched exchange: gloo and NCCL pair wrong otherwise.
         "overlap_p2p_comm": layout.vpp is not None,
+        "pipeline_model_parallel_layout": split.layout,
         "micro_batch_size": micro_batch_size,
         "eval_micro_batch_size": micro_batch_size,  # Megatron fixes it to the launch value
         "decoder_first_pipeline_num_layers": split.first,

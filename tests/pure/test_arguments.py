@@ -128,18 +128,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "--use-torch-fsdp2": ({"use_torch_fsdp2": True}, "sharded by FSDP"),
     "--optimizer": ({"optimizer": "dist_muon"}, "only Adam's states"),
     "--use-distributed-optimizer": ({"use_distributed_optimizer": False}, "shards of the distributed optimizer"),
-    "--num-distributed-optimizer-instances": ({"num_distributed_optimizer_instances": 2}, "come later"),
     "--use-precision-aware-optimizer": ({"use_precision_aware_optimizer": True}, "remainders"),
     "--optimizer-cpu-offload": ({"optimizer_cpu_offload": True}, "states on the host"),
     "--fp8-format": ({"fp8": "hybrid"}, "scales"),
     "--fp4-format": ({"fp4": "e2m1"}, "scales"),
-    "--context-parallel-size": ({"context_parallel_size": 2}, "only dense GPT"),
-    "--expert-model-parallel-size": ({"expert_model_parallel_size": 2}, "only dense GPT"),
-    "--num-experts": ({"num_experts": 4}, "only dense GPT"),
-    "--num-layers-per-virtual-pipeline-stage": ({"num_layers_per_virtual_pipeline_stage": 1}, "only dense GPT"),
-    "--num-virtual-stages-per-pipeline-rank": ({"virtual_pipeline_model_parallel_size": 2}, "only dense GPT"),
     "--tensor-parallel-num-weight-shards": ({"tensor_parallel_num_weight_shards": 4}, "not modelled"),
-    "--multi-latent-attention": ({"multi_latent_attention": True}, "no logical tensors"),
     "--mtp-num-layers": ({"mtp_num_layers": 1}, "no logical tensors"),
     "--hybrid-layer-pattern": ({"hybrid_layer_pattern": "M*"}, "no logical tensors"),
     "--dataloader-type": ({"dataloader_type": "external"}, "a data loader with a state of its own"),
@@ -182,10 +175,10 @@ def test_the_refused_value_is_shown_with_what_is_expected() -> None:
 
 def test_all_refused_options_are_listed() -> None:
     with pytest.raises(UnsupportedError) as caught:
-        refuse_unsupported(job(num_experts=4, optimizer="sgd"))
+        refuse_unsupported(job(mtp_num_layers=1, optimizer="sgd"))
     lines = str(caught.value).split("\n")
     assert lines[0] == "[phase check] 2 options don't work with --dynamic-parallelism:"
-    assert [line.strip().split(":")[0] for line in lines[1:]] == ["--optimizer", "--num-experts"]
+    assert [line.strip().split(":")[0] for line in lines[1:]] == ["--optimizer", "--mtp-num-layers"]
     assert "got: sgd" in lines[1]
 
 
@@ -249,6 +242,8 @@ def test_the_sizes_of_the_model_are_read_from_the_arguments() -> None:
         group_query_attention=False,
         ffn_hidden_size=256,
         seq_length=32,
+        num_experts=None,
+        moe_ffn_hidden_size=None,
         global_batch_size=8,
         padded_vocab_size=128,
     )
