@@ -210,6 +210,10 @@ class Attempt:
             raise StateError("a world was asked for before it was built", rank=self._rank)
         return World(self._layout, self._chunks, self._optimizer, self._parallel_state)
 
+    def world_group(self) -> object:
+        """Return the group of all ranks of the target, in its order; local, it exists since prepare."""
+        return self._groups.group()
+
     def release_transport(self) -> None:
         """Destroy the groups of the transfer; local."""
         self._transfer_groups.destroy()

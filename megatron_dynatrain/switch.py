@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 
 from megatron_dynatrain.attempt import Attempt
 from megatron_dynatrain.elastic.control import ControlPlane
-from megatron_dynatrain.elastic.groups import WorldGroups
+from megatron_dynatrain.elastic.groups import WorldGroups, make_default
 from megatron_dynatrain.errors import DynaTrainError, SwitchAborted, SwitchRefused
 from megatron_dynatrain.layout import ParallelLayout
 from megatron_dynatrain.mcore import states, teardown
@@ -72,6 +72,7 @@ class Switcher:
         self.name = name
         self.store = store if store is not None else distributed_c10d._get_default_store()
         self.backend = str(dist.get_backend())
+        self._launch_group, self._launch_order = dist.group.WORLD, tuple(range(dist.get_world_size()))
         self.world = World(layout, list(chunks), optimizer, ParallelState.capture())
         self.committed = 0
         self.on_phase: Callable[[str], None] = _nothing
@@ -126,6 +127,9 @@ class Switcher:
         """Make the target current and let go of the old world; local, every rank has agreed to it."""
         before, self.world = self.world, attempt.world()
         self.world.parallel_state.swap_in()
+        if self.world.layout.ranks != before.layout.ranks:
+            same_as_launch = self.world.layout.ranks == self._launch_order
+            make_default(self._launch_group if same_as_launch else attempt.world_group())
         self.committed += 1
         attempt.release_transport()
         teardown.release_optimizer(before.optimizer)
@@ -170,6 +174,7 @@ class Switcher:
             tag=f"{self.name}/{self._attempts}/{kind}",
             backend=self.backend,
             timeout=self.options.timeout,
+            numbering=self.world.layout.ranks,
         )
 
 

@@ -33,10 +33,22 @@ class WorldGroups:
         tag: Name of the world; unique per store for ever.
         backend: Default backend of a group (`gloo`, `nccl`, or a per-device string).
         timeout: Longest wait inside a group operation, in seconds.
+        numbering: Global ranks in the order of the default group's ranks; ascending where None.
+
+    A global rank here is the number a process was launched with. `torch.distributed` calls global rank the rank in the
+    default group, which is another number once a world with its own order of ranks is the default.
     """
 
     def __init__(
-        self, store: Store, *, ranks: Sequence[int], rank: int, tag: str, backend: str, timeout: float
+        self,
+        store: Store,
+        *,
+        ranks: Sequence[int],
+        rank: int,
+        tag: str,
+        backend: str,
+        timeout: float,
+        numbering: Sequence[int] | None = None,
     ) -> None:
         self.store = store
         self.ranks = tuple(ranks)
@@ -44,6 +56,7 @@ class WorldGroups:
         self.tag = tag
         self.backend = backend
         self.timeout = timedelta(seconds=timeout)
+        self._numbering = tuple(numbering) if numbering is not None else tuple(sorted(self.ranks))
         self._groups: dict[GroupKey, ProcessGroup] = {}
         self._sequence: dict[tuple[int, ...], int] = {}
         self.requested: list[tuple[int, ...]] = []
@@ -78,7 +91,7 @@ class WorldGroups:
             group, _ = distributed_c10d._new_process_group_helper(
                 len(members),
                 members.index(self.rank),
-                list(members),
+                [self._numbering.index(member) for member in members],
                 backend,
                 PrefixStore(f"{self.tag}/", self.store),
                 group_name=name,
@@ -96,7 +109,9 @@ class WorldGroups:
                 got=str(error),
                 hint="see the log of the ranks that did not come",
             ) from error
-        distributed_c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(members)}
+        # Who addresses a member by its global rank does so when this world is the default one.
+        own_numbering = {rank: index for index, rank in enumerate(self.ranks)}
+        distributed_c10d._world.pg_group_ranks[group] = {own_numbering[m]: index for index, m in enumerate(members)}
         return group
 
     def __len__(self) -> int:
@@ -139,6 +154,11 @@ def _forget(name: str | None) -> None:
             unregister(name)
         except (RuntimeError, ValueError):
             return
+
+
+def make_default(group: object) -> None:
+    """Make `group` the default group of torch.distributed from now on; local, on every rank at the same boundary."""
+    distributed_c10d._update_default_pg(group)  # type: ignore[arg-type]
 
 
 def live_groups() -> int:

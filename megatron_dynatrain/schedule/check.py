@@ -188,8 +188,8 @@ def _unsupported(
     """Return the keys a layout writes that no switch can follow yet; what it inherits was complained of before."""
     named = switch.layout.named()
     found = []
-    if target.layout.ranks != launch.layout.ranks and named.get("ranks") is not None:
-        found.append(("ranks", "the ranks of the launch layout, in their order"))
+    if set(target.layout.ranks) != set(launch.layout.ranks) and named.get("ranks") is not None:
+        found.append(("ranks", "all ranks of the launch layout, in any order"))
     if named.get("global_batch_size", model.global_batch_size) != model.global_batch_size:
         found.append(("global_batch_size", f"{model.global_batch_size}, as at launch"))
     return [

@@ -55,6 +55,7 @@ class ModelBuilder:
         container = _copy_container(self._pristine)
         if container is not None and getattr(container, "model", None) is not None:
             _set_layout(container.model.transformer, layout)
+            container.ddp.num_distributed_optimizer_instances = layout.instances
         if "cfg_container" in keywords:
             keywords["cfg_container"] = container
         with _fresh_setup(), hollow_build():

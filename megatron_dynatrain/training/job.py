@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.training import get_args, get_tensorboard_writer
 
 from megatron_dynatrain.errors import SwitchFailure
@@ -28,6 +27,7 @@ from megatron_dynatrain.training.arguments import DynamicOptions
 from megatron_dynatrain.training.builder import ModelBuilder
 from megatron_dynatrain.training.data import DataIterators, Provider, rebuild, stock_builder
 from megatron_dynatrain.training.world_args import ArgumentChange, values_for
+from megatron_dynatrain.training.writers import follow_last_rank
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class DynamicJob:
         planned = self.pending.pop(0)
         target = planned.target
         args = get_args()
-        change = ArgumentChange(args, values_for(target.layout, target.micro_batch_size))
+        change = ArgumentChange(args, values_for(target.layout, target.micro_batch_size, self.switcher.rank))
         try:
             report = self.switcher.switch(target.layout)
         except SwitchFailure as failure:
@@ -142,6 +142,7 @@ class DynamicJob:
         self.roles.scheduler.optimizer = self.roles.optimizer
         self.roles.config = model_config(self.model[0])
         self.roles.data, self._new_data = self._new_data, None
+        follow_last_rank(args)
         reset_microbatches(
             rank=args.rank,
             global_batch_size=args.global_batch_size,
@@ -166,7 +167,7 @@ class DynamicJob:
 
     def _write(self, report: SwitchReport, trigger: str, iteration: int, stall: float) -> None:
         record = record_of(report, trigger=trigger, iteration=iteration, stall_s=stall)
-        if dist.get_rank() == 0:
+        if self.switcher.rank == 0:
             append_record(self.options.directory, record)
             print(f"[dynatrain] {format_line(record)}", flush=True)
         writer = get_tensorboard_writer()

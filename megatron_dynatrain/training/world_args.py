@@ -9,11 +9,18 @@ from megatron_dynatrain.layout import ParallelLayout
 _MISSING = object()
 
 
-def values_for(layout: ParallelLayout, micro_batch_size: int) -> dict[str, object]:
-    """Return the arguments that a layout sets, by Megatron's names."""
+def values_for(layout: ParallelLayout, micro_batch_size: int, rank: int) -> dict[str, object]:
+    """Return the arguments that a layout sets on a process, by Megatron's names.
+
+    Args:
+        layout: The layout.
+        micro_batch_size: Samples per micro-batch under it.
+        rank: Global rank of the process; Megatron's rank is its place in the layout.
+    """
     split = layout.split
     return {
         "world_size": layout.world_size,
+        "rank": layout.ranks.index(rank),
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp,

@@ -161,7 +161,7 @@ def test_iterations_and_samples_are_compared_as_boundaries(second: str, got: str
 @pytest.mark.parametrize(
     ("to", "key", "expected", "got"),
     [
-        ("ranks: [0, 1]", "ranks", "the ranks of the launch layout, in their order", "[0, 1]"),
+        ("ranks: [0, 1]", "ranks", "all ranks of the launch layout, in any order", "[0, 1]"),
         ("global_batch_size: 48", "global_batch_size", "24, as at launch", "48"),
     ],
 )
