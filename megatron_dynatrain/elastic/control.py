@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch.distributed import PrefixStore
 
+from megatron_dynatrain.elastic.groups import delete_keys
 from megatron_dynatrain.errors import AgreementError, DeadlineError, DynaTrainError
 
 if TYPE_CHECKING:
@@ -25,8 +26,9 @@ _NO = "no"
 class ControlPlane:
     """Votes and small gathers among fixed ranks.
 
-    Every call with the same name must be made by every rank once; names are unique for ever (the caller numbers its
-    attempts). All methods are collective over `ranks` unless said otherwise.
+    Every call with the same name must be made by every rank once, in the same order; names are unique for ever (the
+    caller numbers its attempts). All methods are collective over `ranks` unless said otherwise. Keys don't pile up: a
+    vote in which all ranks said yes proves that all are done with everything before it, which is then deleted.
 
     Args:
         store: Store that the ranks share; keys live under the `tag`.
@@ -39,6 +41,7 @@ class ControlPlane:
         self.store = PrefixStore(f"{tag}/", store)
         self.ranks = tuple(ranks)
         self.rank = rank
+        self._written: list[str] = []
 
     def decide(self, name: str, error: BaseException | None, *, phase: str, seconds: float) -> None:
         """Return on every rank, or raise the same error on every rank.
@@ -57,7 +60,10 @@ class ControlPlane:
             DeadlineError: Some ranks did not vote in time; names them.
         """
         key = f"vote/{name}"
-        self.store.set(f"{key}/seen/{self.rank}", "1")
+        earlier, self._written = self._written, []
+        self._set(f"{key}/seen/{self.rank}", "1")
+        if self.rank == self.ranks[0]:  # what all ranks write is one rank's to delete
+            self._written += [f"{key}/count", f"{key}/settled"]
         if error is not None:
             self._settle(key, _NO, _portable(error, self.rank, phase))
         elif self.store.add(f"{key}/count", 1) == len(self.ranks):
@@ -66,7 +72,9 @@ class ControlPlane:
             self._settle(key, _NO, self._late(key, name, phase, seconds))
         verdict = self.store.get(f"{key}/settled").decode()
         if verdict == _YES:
+            delete_keys(self.store, earlier)
             return
+        self._written += earlier  # a rank that is late may still read them
         settled_by = verdict.split(":", 1)[1]
         problem: BaseException = pickle.loads(self.store.get(f"{key}/why/{settled_by}"))
         raise problem
@@ -74,7 +82,7 @@ class ControlPlane:
     def _settle(self, key: str, verdict: str, why: DynaTrainError | None) -> None:
         value = verdict if why is None else f"{verdict}:{self.rank}"
         if why is not None:
-            self.store.set(f"{key}/why/{self.rank}", pickle.dumps(why))
+            self._set(f"{key}/why/{self.rank}", pickle.dumps(why))
         self.store.compare_set(f"{key}/settled", "", value)
 
     def _late(self, key: str, name: str, phase: str, seconds: float) -> DynaTrainError:
@@ -95,7 +103,7 @@ class ControlPlane:
         Raises:
             DeadlineError: A rank did not give its value in time.
         """
-        self.store.set(f"gather/{name}/{self.rank}", pickle.dumps(value))
+        self._set(f"gather/{name}/{self.rank}", pickle.dumps(value))
         end = time.monotonic() + seconds
         values: dict[int, object] = {}
         for rank in self.ranks:
@@ -129,6 +137,10 @@ class ControlPlane:
                     got=f"{values[rank]!r} (rank {rank})",
                     hint="start every rank with the same flags and files",
                 )
+
+    def _set(self, key: str, value: str | bytes) -> None:
+        self._written.append(key)
+        self.store.set(key, value)
 
     def _wait(self, key: str, seconds: float) -> bool:
         try:

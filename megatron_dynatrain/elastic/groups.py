@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -59,6 +60,7 @@ class WorldGroups:
         self._numbering = tuple(numbering) if numbering is not None else tuple(sorted(self.ranks))
         self._groups: dict[GroupKey, ProcessGroup] = {}
         self._sequence: dict[tuple[int, ...], int] = {}
+        self._keys: list[str] = []
         self.requested: list[tuple[int, ...]] = []
 
     def group(
@@ -87,6 +89,7 @@ class WorldGroups:
         number = self._sequence.get(members, 0)
         self._sequence[members] = number + 1
         name = f"{self.tag}/{'.'.join(map(str, members))}/{backend}/{number}"
+        self._keys += [f"{self.tag}//{name}//{key}" for key in _rendezvous_keys(members.index(self.rank))]
         try:
             group, _ = distributed_c10d._new_process_group_helper(
                 len(members),
@@ -119,10 +122,28 @@ class WorldGroups:
         return len(self._groups)
 
     def destroy(self) -> None:
-        """Destroy every group of this world; not collective, safe to call twice."""
-        groups = list(self._groups.values())
+        """Destroy every group of this world and what this rank wrote to meet the others; not collective.
+
+        Safe to call twice. Every member has met the others by then, or never will: a group is destroyed after a commit
+        to which all have agreed, or when the world is dropped.
+        """
+        groups = dict(self._groups)
         self._groups.clear()
-        destroy_groups(groups)
+        destroy_groups(list(groups.values()))
+        delete_keys(self.store, self._keys)
+        self._keys.clear()
+
+
+def _rendezvous_keys(group_rank: int) -> list[str]:
+    """Return what torch writes to the store of a group for this member: gloo one address each, NCCL one id in all."""
+    return [f"cpu//0/{group_rank}", *(["cuda//0"] if group_rank == 0 else [])]
+
+
+def delete_keys(store: Store, keys: Sequence[str]) -> None:
+    """Delete keys where the store can (all of torch's can but a read-only one); absent ones are passed over. Local."""
+    for key in keys:
+        with contextlib.suppress(RuntimeError, NotImplementedError):
+            store.delete_key(key)
 
 
 def destroy_groups(groups: Sequence[object]) -> int:
@@ -137,23 +158,13 @@ def destroy_groups(groups: Sequence[object]) -> int:
             continue
         if world.pg_map.get(group) is None:  # type: ignore[call-overload]
             continue
-        name = world.pg_names.get(group)  # type: ignore[call-overload]
+        tag = world.pg_to_tag.get(group)  # type: ignore[call-overload]
         dist.destroy_process_group(group)  # type: ignore[arg-type]
-        # torch keeps the name registered, and with it the group and its threads, until the registry forgets it.
-        _forget(name)
+        # torch leaves an empty list under the tag of every group that ever was.
+        if tag is not None and not world.tags_to_pg.get(tag, [None]):
+            del world.tags_to_pg[tag]
         destroyed += 1
     return destroyed
-
-
-def _forget(name: str | None) -> None:
-    if name is None:
-        return
-    unregister = getattr(distributed_c10d, "_unregister_process_group", None)
-    if unregister is not None:
-        try:
-            unregister(name)
-        except (RuntimeError, ValueError):
-            return
 
 
 def make_default(group: object) -> None:

@@ -2,7 +2,8 @@
 
 What held on, each found by counting live modules and threads after a switch: the DDP's grad accumulators (a hook closes
 over the DDP), `main_grad` and `main_param` attributes of parameters, the distributed optimizer's shard lists (in fp32 a
-shard's grad_fn reaches the model), the inner optimizer's state, and module attributes that hold process groups.
+shard's grad_fn reaches the model), the inner optimizer's state, module attributes that hold process groups, method
+caches of module classes, and the launch optimizer itself, which `pretrain()` holds to its end.
 """
 
 from __future__ import annotations
@@ -29,20 +30,11 @@ def release_optimizer(optimizer: object) -> None:
             groups = getattr(inner, name, None)
             if groups is not None:
                 groups.clear()
-        for name in ("opt_group_ranges", "gbuf_ranges", "buffers"):
-            if getattr(inner, name, None) is not None:
-                setattr(inner, name, [])
-        for name in ("model_param_gbuf_map", "model_param_group_index_map", "per_model_buffers"):
-            mapping = getattr(inner, name, None)
-            if mapping is not None:
-                mapping.clear()
         if getattr(inner, "optimizer", None) is not None:
             inner.optimizer.state.clear()
             inner.optimizer.param_groups.clear()
-        inner.__dict__.pop("model_chunks", None)
-    chained = getattr(optimizer, "chained_optimizers", None)
-    if chained is not None:
-        optimizer.__dict__.pop("model_chunks", None)
+        vars(inner).clear()
+    vars(optimizer).clear()
 
 
 def release_model(chunks: Sequence[torch.nn.Module]) -> None:
@@ -58,6 +50,8 @@ def release_model(chunks: Sequence[torch.nn.Module]) -> None:
             dispatcher = getattr(module, "token_dispatcher", None)
             if dispatcher is not None:
                 dispatcher.__dict__.clear()
+        for kind in {type(module) for module in chunk.modules()}:
+            _clear_caches(kind)
         for parameter in chunk.parameters():
             for name in _PARAMETER_ATTRIBUTES:
                 if hasattr(parameter, name):
@@ -65,6 +59,14 @@ def release_model(chunks: Sequence[torch.nn.Module]) -> None:
         for name in ("bucket_groups", "expert_parallel_bucket_groups", "buffers", "expert_parallel_buffers"):
             getattr(chunk, name).clear()
         chunk.param_to_bucket_group.clear()
+
+
+def _clear_caches(kind: type) -> None:
+    """Empty the method caches of a class: rotary embeddings keep every instance by one. What is needed comes back."""
+    for name in dir(kind):
+        clear = getattr(getattr(kind, name, None), "cache_clear", None)
+        if callable(clear):
+            clear()
 
 
 def collect() -> None:

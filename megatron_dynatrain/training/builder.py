@@ -44,7 +44,8 @@ class ModelBuilder:
     def __init__(self, setup: SetupFunction, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         self._setup = setup
         self._arguments = arguments
-        self._keywords = dict(keywords)
+        # A collection of the launch layout would keep its groups, with their threads, alive.
+        self._keywords = {name: value for name, value in keywords.items() if name != "pg_collection"}
         self._pristine = _copy_container(keywords.get("cfg_container"))
 
     def __call__(self, layout: ParallelLayout) -> tuple[list[torch.nn.Module], object]:

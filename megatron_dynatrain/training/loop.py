@@ -14,6 +14,7 @@ import megatron.training.training as megatron_training
 import torch
 from megatron.training import get_args, get_timers
 
+from megatron_dynatrain.errors import UnsupportedError
 from megatron_dynatrain.training.builder import ModelBuilder
 from megatron_dynatrain.training.data import DataIterators, Provider, provider_of
 from megatron_dynatrain.training.job import DynamicJob, Roles
@@ -97,6 +98,7 @@ class Segments:
         **kwargs: Any,
     ) -> tuple[int, float]:
         """Run stock `train()` until the training ends, changing the layout at each boundary between two segments."""
+        _refuse_own_groups(kwargs)
         data = DataIterators(train_data_iterator, valid_data_iterator, None)
         roles = Roles(optimizer, opt_param_scheduler, data, config)
         job = self._job = self._make_job(model, roles)
@@ -201,3 +203,20 @@ class Segments:
         return self._stock["evaluate_and_print_results"](
             prefix, forward_step_func, data_iterator, model, iteration, process_non_loss_data_func, config, **kwargs
         )
+
+
+def _refuse_own_groups(keywords: dict[str, Any]) -> None:
+    """Refuse groups that the script made: a switch makes those of the new layout by Megatron's own rules.
+
+    Raises:
+        UnsupportedError: Names the keyword.
+    """
+    for name in ("pg_collection", "p2p_communicator"):
+        if keywords.get(name) is not None:
+            raise UnsupportedError(
+                "the script gives pretrain() process groups of its own, which can't follow a switch",
+                phase="check",
+                subject=name,
+                expected="None: Megatron's own groups",
+                got=type(keywords[name]).__name__,
+            )

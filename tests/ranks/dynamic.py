@@ -36,7 +36,9 @@ def all_steps(records: Sequence[PretrainRecord]) -> list[StepRecord]:
     return [found[iteration] for iteration in sorted(found)]
 
 
-def dynamic_flags(directory: Path, switches: Mapping[int, Layout], *, verify: str = "digest", timeout: float = 60) -> list[str]:
+def dynamic_flags(
+    directory: Path, switches: Mapping[int, Layout], *, verify: str = "digest", timeout: float = 60
+) -> list[str]:
     """Write a schedule into a directory and return the flags that use it."""
     directory.mkdir(parents=True, exist_ok=True)
     schedule = directory / "schedule.yaml"
@@ -64,11 +66,15 @@ def run_switched(
     hooks: Sequence[Callable[..., None]] = (),
     verify: str = "digest",
     timeout: float = 60,
+    limit: float = 120,
 ) -> SwitchedRun:
-    """Run `pretrain()` with the plugin and a schedule; hooks run after the plugin is installed."""
+    """Run `pretrain()` with the plugin and a schedule; hooks run after the plugin is installed.
+
+    `timeout` is that of the waits inside a switch, `limit` that of the whole run, both in seconds.
+    """
     directory = ranks.scratch("dynamic")
     flags = dynamic_flags(directory, switches, verify=verify, timeout=timeout)
-    records = ranks.pretrain(world, [*argv, *flags], hooks=(dynamic, *hooks))
+    records = ranks.pretrain(world, [*argv, *flags], hooks=(dynamic, *hooks), timeout=limit)
     reports = directory / "reports"
     switched = read_records(reports) if reports.exists() else ()
     return SwitchedRun(records, all_steps(records), switched)
