@@ -112,9 +112,10 @@ class Attempt:
     def _build(self) -> None:
         """Make the target's groups, chunks and optimizer; the source's gradient buffers are released first."""
         self._parallel_state = ParallelState.build(self._layout, self._groups)
-        self._transport = TorchTransport(
-            self._transfer_groups.group(), rank=self._rank, ranks=self._transfer_groups.ranks
-        )
+        device = next(self._job.world.chunks[0].parameters()).device
+        groups = self._transfer_groups
+        self._transport = TorchTransport(groups.group(), rank=self._rank, ranks=groups.ranks, device=device)
+        self._host_group = groups.group(backend="gloo")  # small numbers of the host; on gloo the same group
         states.release_gradients(self._job.world.chunks)
         with self._parallel_state.active(), default_group(self._groups.group()), untouched_random_streams():
             self._chunks, self._optimizer = self._job.build(self._layout)
@@ -182,7 +183,7 @@ class Attempt:
                 self._compare_every_bit()
         with job.phase("verify", "compare"):
             if job.options.verify != "off":
-                before.compare(after, self._transport.group)
+                before.compare(after, self._host_group)
                 check_streams(
                     self._layout,
                     self._rank,
