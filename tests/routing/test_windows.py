@@ -112,6 +112,15 @@ def test_ops_bound_the_slices_of_a_window() -> None:
     assert [len(window.sends) for window in plans[0].windows] == [256, 44]
 
 
+def test_bytes_bound_the_slices_of_a_window() -> None:
+    """By the bounds rank 0 may send each tensor of 16 bytes twice: three of them fill 96 bytes."""
+    source, target = one_each(4, [0] * 5, [1] * 5)
+    plans = plan_all(source, target, budget=WindowBudget(bytes=95))
+    assert [len(window.sends) for window in plans[0].windows] == [2, 2, 1]
+    plans = plan_all(source, target, budget=WindowBudget(bytes=96))
+    assert [len(window.sends) for window in plans[0].windows] == [3, 2]
+
+
 @pytest.mark.parametrize("limits", [{"bytes": 0}, {"ops": 0}])
 def test_an_empty_budget_is_refused(limits: dict[str, int]) -> None:
     with pytest.raises(PlanError, match="budget"):

@@ -62,12 +62,22 @@ def _odd() -> tuple[TablePlacement, TablePlacement]:
     return source, TablePlacement(whole, (0, 1), {1: everything})
 
 
+def _long_strided() -> tuple[TablePlacement, TablePlacement]:
+    """Long moves that are contiguous on one side only: rank 0 sends columns, rank 1 receives columns."""
+    shape = (512, 1536)
+    model = frozen_model({"a": shape, "b": shape})
+    left, right, whole = Box((0, 0), (512, 768)), Box((0, 768), (512, 1536)), Box.whole(shape)
+    source = TablePlacement(model, (0, 1), {0: [("a", whole), ("b", left)], 1: [("b", right)]})
+    return source, TablePlacement(model, (0, 1), {0: [("a", right)], 1: [("a", left), ("b", whole)]})
+
+
 CASES = {
     "tp2-to-pp2": _model(2, {"tp": 2}, {"pp": 2}, budget=6000),
     "tp2dp2-to-pp2dp2": _model(4, {"tp": 2}, {"pp": 2}, budget=20000, tied=True),
     "dp3-to-tp3": _model(3, {}, {"tp": 3}, budget=9000, hidden=12, ffn=12, vocab=12, layers=2),
     "grow-and-shrink": _model(5, {"ranks": (3, 0)}, {"tp": 4, "ranks": (4, 2, 1, 3)}, budget=2**20, layers=2),
     "experts": _model(4, {"ep": 4}, {"ep": 2, "etp": 2, "tp": 2}, budget=2**20),
+    "long-strided": Case(2, _long_strided, WindowBudget(), 2),
     "odd-sizes": Case(2, _odd, WindowBudget()),
     "one-rank": _model(1, {}, {}, budget=2**20),
     "c24-a-swap": _each(4, EIGHT_MIB, [(0, 1), (1, 0), (2, 3), (3, 2)], 4),
