@@ -63,24 +63,24 @@ class Bounds:
     source: ParallelLayout
     target: ParallelLayout
 
-    def send(self, item: Item, region: Box) -> int:
-        """Return the bytes that no rank exceeds in sending a slice."""
-        local = _local_bytes(item, region, self.source)
+    def send(self, item: Item, extent: tuple[int, ...]) -> int:
+        """Return the bytes that no rank exceeds in sending a slice of this shape."""
+        local = _local_bytes(item, extent, self.source)
         wanting = item.copies * _replicas(item, self.target, self.target.instances)
         having = _replicas(item, self.source, 1)
         return min(wanting * local, wanting * local // having + local)
 
-    def receive(self, item: Item, region: Box) -> int:
-        """Return the bytes that no rank exceeds in receiving a slice."""
-        return item.copies * _local_bytes(item, region, self.target)
+    def receive(self, item: Item, extent: tuple[int, ...]) -> int:
+        """Return the bytes that no rank exceeds in receiving a slice of this shape."""
+        return item.copies * _local_bytes(item, extent, self.target)
 
 
 def _tensor_parallel(item: Item, layout: ParallelLayout) -> int:
     return layout.etp if item.expert else layout.tp
 
 
-def _local_bytes(item: Item, region: Box, layout: ParallelLayout) -> int:
-    shape = list(region.shape)
+def _local_bytes(item: Item, extent: tuple[int, ...], layout: ParallelLayout) -> int:
+    shape = list(extent)
     if item.shard_dim is not None:
         shape[item.shard_dim] = min(
             shape[item.shard_dim], item.shape[item.shard_dim] // _tensor_parallel(item, layout) or 1
@@ -117,6 +117,7 @@ class _Cutter:
         ranks = sorted({*source.layout.ranks, *target.layout.ranks})
         self._column = {rank: i for i, rank in enumerate(ranks)}
         self._columns: dict[tuple[int, ...], NDArray[np.intp]] = {}
+        self._known: dict[object, tuple[int, int]] = {}
         self._turns: dict[int, int] = {}
         self._fill = np.zeros(len(ranks), dtype=np.int64)
         self._window: list[Slice] = []
@@ -125,19 +126,20 @@ class _Cutter:
         """Yield the windows; each slice goes into the open window if that leaves every rank within the budget."""
         for item in items:
             for region in self._regions(item):
-                full = self._add(item, region) > self._budget.bytes or len(self._window) >= self._budget.ops
+                bounds = self._bounds_of(item, region.shape)
+                full = self._add(item, bounds) > self._budget.bytes or len(self._window) >= self._budget.ops
                 if full and self._window:
                     yield self._close()
-                    self._add(item, region)
+                    self._add(item, bounds)
                 self._window.append(Slice(item, region, self._turn(item, region)))
         if self._window:
             yield self._close()
 
-    def _add(self, item: Item, region: Box) -> int:
+    def _add(self, item: Item, bounds: tuple[int, int]) -> int:
         """Add the bounds of a slice on the ranks that hold the tensor; return the largest sum on one of them."""
         senders, receivers = (self._columns_of(p.holders(item.tensor)) for p in self._placements)
-        self._fill[senders] += self._bounds.send(item, region)
-        self._fill[receivers] += self._bounds.receive(item, region)
+        self._fill[senders] += bounds[0]
+        self._fill[receivers] += bounds[1]
         return int(max(self._fill[senders].max(), self._fill[receivers].max()))
 
     def _close(self) -> tuple[Slice, ...]:
@@ -160,7 +162,7 @@ class _Cutter:
         """Yield the item whole where it fits an empty window, otherwise in slices that do."""
 
         def fits(region: Box) -> bool:
-            return self._need(item, region) <= self._budget.bytes
+            return sum(self._bounds_of(item, region.shape)) <= self._budget.bytes
 
         whole = Box.whole(item.shape)
         if whole.numel == 0:
@@ -171,7 +173,7 @@ class _Cutter:
         row = Box((0,) * len(item.shape), (*(1 for _ in item.shape[:-1]), *item.shape[-1:]))
         row = row if len(item.shape) > 1 else Box((0,) * len(item.shape), (1,) * len(item.shape))
         if not fits(row):
-            need = self._need(item, row)
+            need = sum(self._bounds_of(item, row.shape))
             raise PlanError(
                 "the window budget is too small to move one row",
                 phase="prepare",
@@ -182,8 +184,12 @@ class _Cutter:
             )
         yield from _slices(whole, 0, fits)
 
-    def _need(self, item: Item, region: Box) -> int:
-        return self._bounds.send(item, region) + self._bounds.receive(item, region)
+    def _bounds_of(self, item: Item, extent: tuple[int, ...]) -> tuple[int, int]:
+        """Return the bounds (send, receive) of a slice; large models have few different ones."""
+        key = (item.state, item.dtype, item.shape, item.shard_dim, item.expert, item.copies, extent)
+        if key not in self._known:
+            self._known[key] = (self._bounds.send(item, extent), self._bounds.receive(item, extent))
+        return self._known[key]
 
 
 def _slices(region: Box, dim: int, fits: Callable[[Box], bool]) -> Iterator[Box]:

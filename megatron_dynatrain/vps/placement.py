@@ -145,14 +145,13 @@ class Placement:
         return tuple(sorted({rank for place in places for rank in self._ranks_at(*place)}))
 
     def _ranks_at(self, pp: int, ep: int | None) -> tuple[int, ...]:
-        if (pp, ep) not in self._holders:
-            self._holders[pp, ep] = tuple(
-                sorted(
-                    rank
-                    for rank in self.layout.ranks
-                    if (at := self.layout.coordinate(rank, expert=True))["pp"] == pp and ep in (None, at["ep"])
-                )
-            )
+        if not self._holders:  # all places in one pass: a large expert grid has thousands
+            found: dict[tuple[int, int | None], list[int]] = {}
+            for rank in sorted(self.layout.ranks):
+                at = self.layout.coordinate(rank, expert=True)
+                for place in ((at["pp"], at["ep"]), (at["pp"], None)):
+                    found.setdefault(place, []).append(rank)
+            self._holders.update((place, tuple(ranks)) for place, ranks in found.items())
         return self._holders[pp, ep]
 
     def _parts_of(self, rank: int) -> Iterator[_Part]:
