@@ -53,6 +53,7 @@ class Attempt:
         union = sorted({*job.world.layout.ranks, *layout.ranks})
         self._transfer_groups: WorldGroups = job.groups("transfer", union)
         self._parallel_state: ParallelState | None = None
+        self._transport: TorchTransport | None = None
         self._chunks: list[torch.nn.Module] = []
         self._optimizer: object = None
         self._skip: tuple[StateKind, ...] = ()
@@ -216,7 +217,9 @@ class Attempt:
         return self._groups.group()
 
     def release_transport(self) -> None:
-        """Destroy the groups of the transfer; local."""
+        """Destroy the groups of the transfer; local. Ranks that still wait in one of them fail at once."""
+        if self._transport is not None:
+            self._transport.close()
         self._transfer_groups.destroy()
 
     def abort(self) -> None:

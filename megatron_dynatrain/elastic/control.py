@@ -6,6 +6,7 @@ No collective of the training groups is involved, so a rank that is slow, stoppe
 from __future__ import annotations
 
 import pickle
+import re
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -14,13 +15,17 @@ from typing import TYPE_CHECKING
 from torch.distributed import PrefixStore
 
 from megatron_dynatrain.elastic.groups import delete_keys
-from megatron_dynatrain.errors import AgreementError, DeadlineError, DynaTrainError
+from megatron_dynatrain.errors import AgreementError, DeadlineError, DynaTrainError, TransferError
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 _YES = "yes"
 _NO = "no"
+_GRACE_S = 2.0
+"""Seconds that a rank which waited in vain gives the others to say why."""
+_NO_ANSWER = re.compile(r"time[d ]*out|closed by peer|reset by peer|broken pipe|connection refused", re.IGNORECASE)
+"""How torch.distributed says that a peer is gone or late."""
 
 
 class ControlPlane:
@@ -65,7 +70,7 @@ class ControlPlane:
         if self.rank == self.ranks[0]:  # what all ranks write is one rank's to delete
             self._written += [f"{key}/count", f"{key}/settled"]
         if error is not None:
-            self._settle(key, _NO, _portable(error, self.rank, phase))
+            self._settle(key, _NO, self._explained(error, key, name, phase))
         elif self.store.add(f"{key}/count", 1) == len(self.ranks):
             self._settle(key, _YES, None)
         if not self._wait(f"{key}/settled", seconds):
@@ -85,8 +90,25 @@ class ControlPlane:
             self._set(f"{key}/why/{self.rank}", pickle.dumps(why))
         self.store.compare_set(f"{key}/settled", "", value)
 
+    def _explained(self, error: BaseException, key: str, name: str, phase: str) -> DynaTrainError:
+        """Return the error in a form that can be sent; where this rank waited in vain, it also says for whom.
+
+        A rank that waits sees only that its own wait ran out or that a connection broke. The cause is another rank: it
+        either says so itself within the grace, or is the one that has not come when all who wait have.
+        """
+        problem = _portable(error, self.rank, phase)
+        if not _waited(error) or self._wait(f"{key}/settled", _GRACE_S):
+            return problem
+        missing = self._missing(key)
+        if missing:
+            problem.hint = f"ranks {missing} have not come to the end of '{name}': look at their logs"
+        return problem
+
+    def _missing(self, key: str) -> list[int]:
+        return [rank for rank in self.ranks if not self.store.check([f"{key}/seen/{rank}"])]
+
     def _late(self, key: str, name: str, phase: str, seconds: float) -> DynaTrainError:
-        missing = [rank for rank in self.ranks if not self.store.check([f"{key}/seen/{rank}"])]
+        missing = self._missing(key)
         return DeadlineError(
             f"not every rank came to '{name}' in time",
             rank=self.rank,
@@ -148,6 +170,13 @@ class ControlPlane:
         except RuntimeError:  # every store raises a RuntimeError of its own kind when the time is up
             return self.store.check([key])
         return True
+
+
+def _waited(error: BaseException) -> bool:
+    """Return whether an error says no more than that another rank did not answer."""
+    return isinstance(error, DeadlineError | TransferError) or (
+        isinstance(error, RuntimeError) and bool(_NO_ANSWER.search(str(error)))
+    )
 
 
 def _portable(error: BaseException, rank: int, phase: str) -> DynaTrainError:

@@ -69,7 +69,7 @@ class TorchTransport:
         device: torch.device | str = "cpu",
         max_ops: int = 256,
     ) -> None:
-        self.group = group
+        self.group: ProcessGroup | None = group
         self.rank = rank
         self.ranks = tuple(ranks)
         self.device = torch.device(device)
@@ -79,7 +79,7 @@ class TorchTransport:
         self._rounds_per_batch = max(1, max_ops // (2 * self._per_pair))
         self._batched = dist.get_backend(group) == "nccl"
         # What is still in flight when an exchange fails: its memory may be written to until the group is destroyed.
-        self._abandoned: list[object] = []
+        self._abandoned: list[tuple[list[_Pending], list[_Step]]] = []
 
     def exchange(
         self,
@@ -100,6 +100,17 @@ class TorchTransport:
             except RuntimeError as error:
                 self._abandoned.append((pending, batch))
                 raise self._error(error, self._culprit(pending, batch), deadline, label) from error
+
+    def close(self) -> None:
+        """Let go of the group and of what was left in flight; local, the transport can't be used afterwards.
+
+        Destroying the group then closes its connections, so that peers which still wait fail at once.
+        """
+        for pending, _ in self._abandoned:
+            for item in pending:
+                item.work = None  # before the memory that it may write to
+        self._abandoned.clear()
+        self.group = None
 
     def _check_peers(self, peers: set[int], label: str) -> None:
         strangers = sorted(peers.difference(self._group_rank)) + [self.rank] * (self.rank in peers)
