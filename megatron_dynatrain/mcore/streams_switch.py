@@ -49,6 +49,8 @@ def check_streams(target: ParallelLayout, rank: int, expected: RandomStreams, *,
     """
     live = RandomStreams.capture().digests()
     wanted = expected.digests()
+    # Before the first check: a rank that fails must not let the others wait for its part.
+    everyone = gather("stream digests", (coordinate_of(target, rank), live))
     for name in sorted(wanted.keys() | live.keys()):
         if live.get(name) != wanted.get(name):
             raise StateError(
@@ -59,7 +61,6 @@ def check_streams(target: ParallelLayout, rank: int, expected: RandomStreams, *,
                 expected=wanted.get(name),
                 got=live.get(name),
             )
-    everyone = gather("stream digests", (coordinate_of(target, rank), live))
     first: dict[Coordinate, tuple[int, dict[str, str]]] = {}
     for other, (coordinate, digests) in sorted(everyone.items()):
         known_rank, known = first.setdefault(coordinate, (other, digests))

@@ -1,4 +1,4 @@
-"""Switches that are made to fail: what is done to each attempt, and what it left; importing this imports no Megatron."""
+"""Switches that are made to fail: what is done to each attempt and what it left; importing this imports no Megatron."""
 
 from __future__ import annotations
 

@@ -1,0 +1,242 @@
+"""Faults of a switch, each put into the running product for one attempt; importing this imports no Megatron."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_dynatrain.routing.windows import RankPlan
+    from megatron_dynatrain.switch import Switcher
+
+    Memory = Mapping[str, torch.Tensor]
+
+_LAYER = "decoder.layers.1"
+_PRODUCT = "megatron_dynatrain.attempt"
+
+
+@contextmanager
+def _transfer(change_plan: Callable[[RankPlan], RankPlan], spoil: Callable[[Memory], None]) -> Iterator[None]:
+    """Change the plan of the transfer, and the memory that it filled; the way back of `full` stays as it is."""
+    from megatron_dynatrain import attempt
+
+    stock, calls = attempt.run_plan, []
+
+    def run_plan(plan: RankPlan, source: Memory, target: Memory, *args: Any, **kwargs: Any) -> Any:
+        calls.append(plan)
+        if len(calls) > 1:
+            return stock(plan, source, target, *args, **kwargs)
+        for flat in target.values():
+            flat.fill_(-1)  # else a place that is left out may hold the right bits of an earlier attempt
+        report = stock(change_plan(plan), source, target, *args, **kwargs)
+        spoil(target)
+        return report
+
+    with mock.patch(f"{_PRODUCT}.run_plan", run_plan):
+        yield
+
+
+def _same(plan: RankPlan) -> RankPlan:
+    return plan
+
+
+def _nothing(memory: Memory) -> None:
+    pass
+
+
+def dropped_move(switcher: Switcher) -> AbstractContextManager[None]:
+    """Leave out all moves of one state of one tensor, on both sides."""
+
+    def kept(moves: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(m for m in moves if (m.tensor, m.state) != (f"{_LAYER}.mlp.linear_fc2.weight", "exp_avg"))
+
+    def change(plan: RankPlan) -> RankPlan:
+        windows = (
+            dataclasses.replace(w, sends=kept(w.sends), receives=kept(w.receives), copies=kept(w.copies))
+            for w in plan.windows
+        )
+        return dataclasses.replace(plan, windows=tuple(windows))
+
+    return _transfer(change, _nothing)
+
+
+def swapped_gate_and_up(switcher: Switcher) -> AbstractContextManager[None]:
+    """Swap the two halves of a gated projection."""
+
+    def spoil(memory: Memory) -> None:
+        gate, up = memory[f"param@0:{_LAYER}.mlp.linear_fc1.weight"].chunk(2)
+        kept = gate.clone()
+        gate.copy_(up)
+        up.copy_(kept)
+
+    return _transfer(_same, spoil)
+
+
+def permuted_slice(switcher: Switcher) -> AbstractContextManager[None]:
+    """Swap two rows of one rank's second moments: the same values in another order."""
+
+    def spoil(memory: Memory) -> None:
+        import torch
+
+        name = f"exp_avg_sq@0:{_LAYER}.self_attention.linear_qkv.weight"
+        if name not in memory:
+            return
+        columns = switcher.world.chunks[0].config.hidden_size
+        rows = memory[name][: 2 * columns].view(2, columns)
+        rows.copy_(torch.flip(rows, dims=[0]))
+
+    return _transfer(_same, spoil)
+
+
+def wrong_replica(switcher: Switcher) -> AbstractContextManager[None]:
+    """Flip the lowest bit of one parameter's first element, on the second data-parallel rank only."""
+
+    def spoil(memory: Memory) -> None:
+        if switcher.rank == 1:
+            _flip(memory["param@0:embedding.word_embeddings.weight"])
+
+    return _transfer(_same, spoil)
+
+
+def wrong_tied_copy(switcher: Switcher) -> AbstractContextManager[None]:
+    """Flip a bit of the tied embedding's copy on the last stage."""
+
+    def spoil(memory: Memory) -> None:
+        if "param@0:output_layer.weight" in memory:
+            _flip(memory["param@0:output_layer.weight"])
+
+    return _transfer(_same, spoil)
+
+
+def _flip(flat: torch.Tensor) -> None:
+    import torch
+
+    bits = flat[:1].view(torch.int32 if flat.element_size() == 4 else torch.int16)
+    bits.bitwise_xor_(1)
+
+
+def main_left_out(switcher: Switcher) -> AbstractContextManager[None]:
+    """Leave the main parameter of one tensor as it was built."""
+
+    def spoil(memory: Memory) -> None:
+        if f"main_param@0:{_LAYER}.self_attention.linear_proj.weight" in memory:
+            memory[f"main_param@0:{_LAYER}.self_attention.linear_proj.weight"].zero_()
+
+    return _transfer(_same, spoil)
+
+
+def main_rounded(switcher: Switcher) -> AbstractContextManager[None]:
+    """Make the main parameters of one tensor from the 16-bit ones, as a restart without them would."""
+
+    def spoil(memory: Memory) -> None:
+        import torch
+
+        for name, flat in memory.items():
+            if name == f"main_param@0:{_LAYER}.self_attention.linear_proj.weight":
+                flat.copy_(flat.to(torch.bfloat16))
+
+    return _transfer(_same, spoil)
+
+
+@contextmanager
+def stale_step(switcher: Switcher) -> Iterator[None]:
+    """Let the step count of one parameter be one behind, on one rank."""
+    from megatron_dynatrain.mcore.states import LiveState
+
+    stock = LiveState.create_moments
+
+    def create_moments(self: LiveState, step: Any) -> None:
+        stock(self, step)
+        if switcher.rank == 1:
+            next(iter(self.runs.values())).state["step"] -= 1
+
+    with mock.patch.object(LiveState, "create_moments", create_moments):
+        yield
+
+
+@contextmanager
+def stream_off_by_one(switcher: Switcher) -> Iterator[None]:
+    """Draw one number after the streams were set, on one rank; those that an abort sets again stay."""
+    from megatron_dynatrain.mcore.random_streams import RandomStreams
+
+    stock, phases = RandomStreams.restore, []
+
+    def restore(self: RandomStreams) -> None:
+        import torch
+
+        stock(self)
+        if phases[-1] == "verify/digest" and switcher.rank == 0:
+            torch.rand(1)
+
+    before, switcher.on_phase = switcher.on_phase, phases.append
+    try:
+        with mock.patch.object(RandomStreams, "restore", restore):
+            yield
+    finally:
+        switcher.on_phase = before
+
+
+@contextmanager
+def _carried(name: str, spoil: Callable[[Any], None]) -> Iterator[None]:
+    from megatron_dynatrain.mcore import optimizers
+
+    stock = getattr(optimizers, name)
+
+    def carry(source: Any, target: Any, **kwargs: Any) -> None:
+        stock(source, target, **kwargs)
+        for inner in optimizers.distributed_optimizers(target):
+            spoil(inner)
+
+    with mock.patch.object(optimizers, name, carry):
+        yield
+
+
+def changed_lr(switcher: Switcher) -> AbstractContextManager[None]:
+    """Change the learning rate of the last parameter group by its lowest bits."""
+
+    def spoil(inner: Any) -> None:
+        inner.optimizer.param_groups[-1]["lr"] *= 1 + 2**-50
+
+    return _carried("carry_groups", spoil)
+
+
+def changed_weight_decay(switcher: Switcher) -> AbstractContextManager[None]:
+    """Take the weight decay from the first parameter group."""
+
+    def spoil(inner: Any) -> None:
+        inner.optimizer.param_groups[0]["weight_decay"] += 0.5
+
+    return _carried("carry_groups", spoil)
+
+
+@contextmanager
+def groups_left_out(switcher: Switcher) -> Iterator[None]:
+    """Carry no value of a parameter group: the target starts with those of the configuration."""
+    from megatron_dynatrain.mcore import optimizers
+
+    with mock.patch.object(optimizers, "carry_groups", lambda source, target, *, rank: None):
+        yield
+
+
+def changed_scale(switcher: Switcher) -> AbstractContextManager[None]:
+    """Halve the loss scale on one rank."""
+
+    def spoil(inner: Any) -> None:
+        if switcher.rank == 1:
+            inner.grad_scaler._scale /= 2
+
+    return _carried("carry_scaler", spoil)
+
+
+@contextmanager
+def scaler_left_out(switcher: Switcher) -> Iterator[None]:
+    """Carry no loss scaler: the target starts with a new one."""
+    from megatron_dynatrain.mcore import optimizers
+
+    with mock.patch.object(optimizers, "carry_scaler", lambda source, target, *, rank: None):
+        yield
