@@ -7,7 +7,7 @@ PY := $(VENV)/bin/python
 export OMP_NUM_THREADS ?= 1
 PYTEST_ARGS ?=
 
-.PHONY: help bootstrap demo test lint format bench soak clean
+.PHONY: help bootstrap demo demo-moe test lint format bench soak clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -16,7 +16,10 @@ bootstrap:  ## Find Python >= 3.12, make .venv, install pinned versions
 	@bash scripts/bootstrap.sh
 
 demo: bootstrap  ## Train a small GPT on 4 CPU ranks through 4 changes of layout and compare with a run without
-	@$(PY) scripts/demo.py
+	@$(PY) scripts/demo.py demo
+
+demo-moe: bootstrap  ## The same for a mixture of experts, through 7 changes: also of cp, ep, etp and vpp
+	@$(PY) scripts/demo.py demo_moe
 
 test: bootstrap  ## Run all tests except the long ones; say which were skipped and why
 	$(PY) -m pytest tests -m "not soak" -rs $(PYTEST_ARGS)
@@ -41,4 +44,4 @@ soak: bootstrap  ## Run the long tests (many switches in one set of processes)
 	$(PY) -m pytest tests -m soak -rs $(PYTEST_ARGS)
 
 clean:  ## Remove caches and demo output (keeps .venv)
-	rm -rf demo-out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf demo-out demo-moe-out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

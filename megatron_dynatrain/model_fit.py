@@ -23,6 +23,7 @@ def check_model_fit(
     seq_length: int | None = None,
     global_batch_size: int | None = None,
     micro_batch_size: int | None = None,
+    eval_global_batch_size: int | None = None,
 ) -> None:
     """Check everything that Megatron 0.19 asks of a model under a layout; pure, so it can run before anything is built.
 
@@ -39,6 +40,7 @@ def check_model_fit(
         seq_length: Tokens per sample; None skips the checks of it.
         global_batch_size: Samples per step; None skips the checks of it.
         micro_batch_size: Samples per micro-batch and data-parallel rank; None skips the checks of it.
+        eval_global_batch_size: Samples per step of an evaluation; None skips the checks of it.
 
     Raises:
         LayoutError: The first misfit; `subject` is the argument, `expected` and `got` its values.
@@ -48,8 +50,9 @@ def check_model_fit(
     _check_experts(layout, num_experts, moe_ffn_hidden_size or ffn_hidden_size)
     if seq_length is not None:
         _check_sequence(layout, seq_length)
-    if global_batch_size is not None and micro_batch_size is not None:
-        _check_batch(layout, global_batch_size, micro_batch_size)
+    for name, size in (("global_batch_size", global_batch_size), ("eval_global_batch_size", eval_global_batch_size)):
+        if size is not None and micro_batch_size is not None:
+            _check_batch(layout, name, size, micro_batch_size)
 
 
 def padded_vocab_size(vocab_size: int, divisor: int, tp_sizes: Iterable[int]) -> int:
@@ -106,14 +109,14 @@ def _check_sequence(layout: ParallelLayout, seq_length: int) -> None:
         )
 
 
-def _check_batch(layout: ParallelLayout, global_batch: int, micro_batch: int) -> None:
+def _check_batch(layout: ParallelLayout, name: str, global_batch: int, micro_batch: int) -> None:
     _positive("micro_batch_size", micro_batch)
     step = micro_batch * layout.dp
-    _divides(layout, "global_batch_size", global_batch, f"micro batch {micro_batch} x dp {layout.dp} =", step)
+    _divides(layout, name, global_batch, f"micro batch {micro_batch} x dp {layout.dp} =", step)
     if layout.vpp is not None and global_batch // step % layout.pp:
         raise _misfit(
             layout,
-            "global_batch_size",
+            name,
             f"micro-batches per step that are a multiple of pp {layout.pp}, for the interleaved schedule",
             f"{global_batch} / (micro batch {micro_batch} x dp {layout.dp}) = {global_batch // step} micro-batches",
         )

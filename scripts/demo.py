@@ -1,5 +1,6 @@
-"""Train a small GPT on 4 CPU ranks through changes of layout, then without, and compare. `make demo` runs it.
+"""Train a small GPT on 4 CPU ranks through changes of layout, then without, and compare: `make demo`, `make demo-moe`.
 
+A demo is a name: its flags are `configs/models/NAME.args`, its schedule is `configs/schedules/NAME.yaml`.
 Both runs go through the plugin's runner with the same flags; only the second has no `--dynamic-parallelism`. Exits
 with 0 only if every switch committed and checked, no byte crossed needlessly and the losses agree.
 """
@@ -19,7 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -34,6 +35,24 @@ REASON = re.compile(r"^(\[rank\d+\]: )?[\w.]*(Error|Exception)\b|\[dynatrain\]")
 
 class SideFailedError(Exception):
     """One of the two runs did not end with exit code 0."""
+
+
+class DemoFiles(NamedTuple):
+    """Where a demo's flags and schedule are, and where it writes."""
+
+    flags: Path
+    schedule: Path
+    output: Path
+
+
+def demo_files(name: str) -> DemoFiles:
+    """Return the files of a demo by its name."""
+    configs = ROOT / "configs"
+    return DemoFiles(
+        configs / "models" / f"{name}.args",
+        configs / "schedules" / f"{name}.yaml",
+        ROOT / f"{name.replace('_', '-')}-out",
+    )
 
 
 def read_flags(path: Path) -> list[str]:
@@ -162,22 +181,25 @@ def build_corpus(prefix: Path, console: Console) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(description="Compare a run that changes its layout with one that does not.")
-    parser.add_argument("--output", type=Path, default=ROOT / "demo-out", help="folder for everything written")
-    parser.add_argument("--schedule", type=Path, default=ROOT / "configs" / "schedules" / "demo.yaml")
-    parser.add_argument("--flags", type=Path, default=ROOT / "configs" / "models" / "demo.args", help="Megatron flags")
+    parser.add_argument("name", nargs="?", default="demo", help="names the files of flags and schedule, and the output")
+    parser.add_argument("--output", type=Path, help="folder for everything written; default: NAME-out")
+    parser.add_argument("--schedule", type=Path, help="default: configs/schedules/NAME.yaml")
+    parser.add_argument("--flags", type=Path, help="Megatron flags; default: configs/models/NAME.args")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each of the two runs")
     options = parser.parse_args(argv)
+    files = demo_files(options.name)
+    schedule_file = (options.schedule or files.schedule).resolve()
     console = Console(soft_wrap=True)
-    output = options.output.resolve()
+    output = (options.output or files.output).resolve()
     corpus = output / "corpus" / "stdlib"
     try:
         build_corpus(corpus, console)
-        flags = read_flags(options.flags)
-        for name, schedule in (("switched", options.schedule.resolve()), ("unchanged", None)):
+        flags = read_flags(options.flags or files.flags)
+        for name, schedule in (("switched", schedule_file), ("unchanged", None)):
             command = side_command(flags, corpus, output / name, schedule)
             seconds = run_side(name, command, output / name, console, options.timeout)
             console.print(f"{name}: done in {seconds:.0f} s, log in {output / name / 'log.txt'}", highlight=False)
-        return demo_report.report(output, options.schedule, console)
+        return demo_report.report(output, schedule_file, console)
     except (SideFailedError, demo_report.ReportError, subprocess.CalledProcessError) as error:
         console.print(f"[bold red]FAILED[/] {rich_escape(str(error))}", highlight=False)
         return 1

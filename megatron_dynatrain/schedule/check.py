@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from megatron_dynatrain.errors import DynaTrainError
 from megatron_dynatrain.model_fit import check_model_fit, padded_vocab_size
+from megatron_dynatrain.schedule.clock import Clock
 from megatron_dynatrain.schedule.problems import Problem, ScheduleProblemsError
 from megatron_dynatrain.schedule.resolve import PlannedSwitch, Target, layout_problem, resolve_or_explain
 from megatron_dynatrain.schedule.schema import Schedule, SwitchSpec
@@ -28,7 +29,8 @@ class ModelSizes:
         seq_length: Tokens per sample; None skips its checks.
         num_experts: Routed experts per MoE layer; None for a dense model.
         moe_ffn_hidden_size: Width of one expert; `ffn_hidden_size` where it isn't given.
-        global_batch_size: Samples per iteration.
+        global_batch_size: Samples per iteration at launch.
+        eval_global_batch_size: Samples per step of an evaluation, the same under every layout; None without any.
     """
 
     num_layers: int
@@ -41,6 +43,7 @@ class ModelSizes:
     num_experts: int | None = None
     moe_ffn_hidden_size: int | None = None
     global_batch_size: int
+    eval_global_batch_size: int | None = None
 
 
 def check_schedule(
@@ -52,6 +55,7 @@ def check_schedule(
     train_samples: int | None = None,
     start_iteration: int = 0,
     start_samples: int | None = None,
+    check_times: bool = True,
 ) -> tuple[PlannedSwitch, ...]:
     """Return the switches of a schedule in full, each checked against the job; pure, the same on every rank.
 
@@ -64,25 +68,25 @@ def check_schedule(
         train_samples: Samples of the whole training; None where it is given in iterations.
         start_iteration: Completed iterations where this run starts: 0, or that of the checkpoint it resumes from.
         start_samples: Samples consumed there; `start_iteration` x global batch where it isn't given.
+        check_times: Whether the start is known, so that switches in the past, after the end and out of order are found.
 
     Raises:
         ScheduleError: With everything that is wrong: layouts that don't fit the world or the model, switches in the
             past, after the end or at the same boundary, keys that are not supported yet.
     """
+    launch = replace(launch, global_batch_size=launch.global_batch_size or model.global_batch_size)
     planned, layout_problems = resolve_or_explain(schedule, launch, world_size)
     if start_samples is None:
         start_samples = start_iteration * model.global_batch_size
-    end = train_iters
-    if end is None and train_samples is not None:
-        end = start_iteration + (train_samples - start_samples) // model.global_batch_size
-    clock = _Clock(model.global_batch_size, start_iteration, start_samples, end)
+    start = Clock(iteration=start_iteration, samples=start_samples, global_batch_size=model.global_batch_size)
     tps = [launch.layout.tp, *(switch.target.layout.tp for switch in planned)]
 
     problems = _launch_problems(model, launch, tps)
     problems += layout_problems
     for switch in planned:
         problems += _fit_problems(schedule, switch, model, launch, tps)
-    problems += _time_problems(schedule, clock)
+    if check_times:
+        problems += _time_problems(schedule, _Times(start, train_iters, train_samples))
     if problems:
         raise ScheduleProblemsError(sorted(problems, key=lambda problem: problem.line or 0))
     return planned
@@ -114,22 +118,24 @@ def pinned_padded_vocab_size(vocab_size: int, divisible_by: int, tps: Iterable[i
 
 
 @dataclass(frozen=True, slots=True)
-class _Clock:
-    """Where a run starts and ends; `end` is the number of completed iterations at the end."""
+class _Times:
+    """Where a run starts, and where its training ends: in iterations, or else in samples, or else nobody knows."""
 
-    global_batch_size: int
-    iteration: int
-    samples: int
-    end: int | None
+    start: Clock
+    train_iters: int | None
+    train_samples: int | None
 
-    def boundary(self, switch: SwitchSpec) -> int:
-        return switch.trigger.boundary(self.iteration, self.samples, self.global_batch_size)
+    def end(self, clock: Clock) -> int | None:
+        """Return the completed iterations at the end, if the batch size stays."""
+        if self.train_iters is not None:
+            return self.train_iters
+        return None if self.train_samples is None else clock.last_iteration(self.train_samples)
 
-    def amount(self, kind: str, iteration: int) -> int:
-        """Return a boundary as iterations or samples."""
-        if kind == "at_iteration":
-            return iteration
-        return self.samples + (iteration - self.iteration) * self.global_batch_size
+    def last_boundary(self, clock: Clock, global_batch_size: int) -> int | None:
+        """Return the last boundary after which an iteration of `global_batch_size` samples is left."""
+        if self.train_iters is not None or self.train_samples is None:
+            return None if self.train_iters is None else self.train_iters - 1
+        return clock.last_iteration(self.train_samples - global_batch_size)
 
 
 def _check_fit(model: ModelSizes, target: Target, tps: Iterable[int]) -> None:
@@ -145,8 +151,9 @@ def _check_fit(model: ModelSizes, target: Target, tps: Iterable[int]) -> None:
         num_experts=model.num_experts,
         moe_ffn_hidden_size=model.moe_ffn_hidden_size,
         seq_length=model.seq_length,
-        global_batch_size=model.global_batch_size,
+        global_batch_size=target.global_batch_size or model.global_batch_size,
         micro_batch_size=target.micro_batch_size,
+        eval_global_batch_size=model.eval_global_batch_size,
     )
 
 
@@ -172,7 +179,7 @@ def _fit_problems(
 ) -> list[Problem]:
     """Return what is not supported about a layout, or else the first size of the model that it doesn't divide."""
     switch = schedule.switches[planned.index]
-    problems = _unsupported(schedule, switch, planned.target, model, launch)
+    problems = _unsupported(schedule, switch, planned.target, launch)
     if problems:
         return problems
     try:
@@ -182,16 +189,12 @@ def _fit_problems(
     return []
 
 
-def _unsupported(
-    schedule: Schedule, switch: SwitchSpec, target: Target, model: ModelSizes, launch: Target
-) -> list[Problem]:
+def _unsupported(schedule: Schedule, switch: SwitchSpec, target: Target, launch: Target) -> list[Problem]:
     """Return the keys a layout writes that no switch can follow yet; what it inherits was complained of before."""
     named = switch.layout.named()
     found = []
     if set(target.layout.ranks) != set(launch.layout.ranks) and named.get("ranks") is not None:
         found.append(("ranks", "all ranks of the launch layout, in any order"))
-    if named.get("global_batch_size", model.global_batch_size) != model.global_batch_size:
-        found.append(("global_batch_size", f"{model.global_batch_size}, as at launch"))
     return [
         schedule.source.problem(
             (*switch.layout_path, key),
@@ -203,48 +206,74 @@ def _unsupported(
     ]
 
 
-def _time_problems(schedule: Schedule, clock: _Clock) -> list[Problem]:
+def _time_problems(schedule: Schedule, times: _Times) -> list[Problem]:
     """Return the switches that never happen, or not in their order."""
     problems = []
+    clocks = [times.start]
     before: SwitchSpec | None = None
     for switch in schedule.switches:
-        problem = _past_problem(schedule, switch, clock) or _end_problem(schedule, switch, clock)
-        if problem is None and before is not None and clock.boundary(switch) <= clock.boundary(before):
-            line = schedule.source.line(before.path)
-            problem = schedule.source.problem(
-                (*switch.path, switch.trigger.kind),
-                "switches must be in the order in which they happen, each at its own boundary",
-                expected=f"a boundary after iteration {clock.boundary(before)}, of the switch on line {line}",
-                got=f"{switch.trigger.value}, the boundary after iteration {clock.boundary(switch)}",
-            )
+        global_batch_size = switch.layout.named().get("global_batch_size", clocks[-1].global_batch_size)
+        problem = _past_problem(schedule, switch, times.start) or _end_problem(
+            schedule, switch, times, clocks[-1], global_batch_size
+        )
+        boundary = _boundary(clocks, switch)
+        if problem is None and before is not None and boundary <= clocks[-1].iteration:
+            problem = _order_problem(schedule, switch, boundary, before, clocks[-1])
         if problem is not None:
             problems.append(problem)
-        before = switch
+        else:
+            clocks.append(clocks[-1].at(boundary, global_batch_size))
+            before = switch
     return problems
 
 
-def _past_problem(schedule: Schedule, switch: SwitchSpec, clock: _Clock) -> Problem | None:
+def _boundary(clocks: Sequence[Clock], switch: SwitchSpec) -> int:
+    """Return the boundary of a switch, counted from the last clock that it is after, or else from the start."""
+    return next(
+        (
+            at
+            for at, clock in ((clock.boundary(switch.trigger), clock) for clock in reversed(clocks))
+            if at > clock.iteration
+        ),
+        clocks[0].boundary(switch.trigger),
+    )
+
+
+def _order_problem(schedule: Schedule, switch: SwitchSpec, boundary: int, before: SwitchSpec, clock: Clock) -> Problem:
+    line = schedule.source.line(before.path)
+    return schedule.source.problem(
+        (*switch.path, switch.trigger.kind),
+        "switches must be in the order in which they happen, each at its own boundary",
+        expected=f"a boundary after iteration {clock.iteration}, of the switch on line {line}",
+        got=f"{switch.trigger.value}, the boundary after iteration {boundary}",
+    )
+
+
+def _past_problem(schedule: Schedule, switch: SwitchSpec, start: Clock) -> Problem | None:
     trigger = switch.trigger
-    start = clock.amount(trigger.kind, clock.iteration)
-    if trigger.value > start:
+    least = start.amount(trigger.kind, start.iteration)
+    if trigger.value > least:
         return None
     return schedule.source.problem(
         (*switch.path, trigger.kind),
         "the switch is in the past",
-        expected=f"more than {start}, where this run starts (iteration {clock.iteration})",
+        expected=f"more than {least}, where this run starts (iteration {start.iteration})",
         got=str(trigger.value),
         hint="delete the switches that have happened, and launch on the layout the job should go on with: later "
         "switches keep its value of every key that they don't name",
     )
 
 
-def _end_problem(schedule: Schedule, switch: SwitchSpec, clock: _Clock) -> Problem | None:
-    if clock.end is None or clock.boundary(switch) < clock.end:
+def _end_problem(
+    schedule: Schedule, switch: SwitchSpec, times: _Times, clock: Clock, global_batch_size: int
+) -> Problem | None:
+    last = times.last_boundary(clock, global_batch_size)
+    if last is None or clock.boundary(switch.trigger) <= last:
         return None
-    last = clock.amount(switch.trigger.kind, clock.end - 1)
     return schedule.source.problem(
         (*switch.path, switch.trigger.kind),
         "the switch never happens: no iteration is left after it",
-        expected=f"at most {last} (the training ends with iteration {clock.end})",
+        expected=f"at most {clock.amount(switch.trigger.kind, last)} (the training ends with iteration "
+        f"{times.end(clock)})",
         got=str(switch.trigger.value),
     )

@@ -36,7 +36,8 @@ _MODEL_SIZES: Mapping[str, tuple[str, ...]] = {
     "seq_length": ("tp", "cp", "sequence_parallel"),
     "num_experts": ("ep",),
     "moe_ffn_hidden_size": ("etp", "tp"),
-    "global_batch_size": ("micro_batch_size", "tp", "cp", "pp", "vpp"),
+    "global_batch_size": ("global_batch_size", "micro_batch_size", "tp", "cp", "pp", "vpp"),
+    "eval_global_batch_size": ("micro_batch_size", "tp", "cp", "pp", "vpp"),
 }
 """Keys a layout can write behind a size of the model that it doesn't divide."""
 
@@ -58,12 +59,14 @@ class Target:
         layout: The parallel layout.
         micro_batch_size: Samples per micro-batch.
         where: Its source as `file:line`, or `launch flags`.
+        global_batch_size: Samples per iteration; None as long as no layout named one and the launch isn't known.
     """
 
     name: str | None
     layout: ParallelLayout
     micro_batch_size: int
     where: str
+    global_batch_size: int | None = None
 
     def describe(self) -> str:
         """Return it as logs and records show it, e.g. `tp2 dp2`, with the name in front where there is one."""
@@ -129,7 +132,11 @@ def resolve_or_explain(
             continue
         source = schedule.source
         target = Target(
-            switch.name, layout, state["micro_batch_size"], f"{source.file}:{source.line(switch.layout_path)}"
+            switch.name,
+            layout,
+            state["micro_batch_size"],
+            f"{source.file}:{source.line(switch.layout_path)}",
+            state["global_batch_size"],
         )
         planned.append(PlannedSwitch(switch.trigger, target, f"{source.file}:{source.line(switch.path)}", index))
     return tuple(planned), tuple(problems)
@@ -187,6 +194,7 @@ def _launch_values(launch: Target) -> dict[str, Any]:
     values = {name: getattr(layout, name) for name in LAYOUT_KEYS if hasattr(layout, name)}
     values |= {name: getattr(layout.split, name) for name in SPLIT_KEYS}
     values["micro_batch_size"] = launch.micro_batch_size
+    values["global_batch_size"] = launch.global_batch_size
     values["etp"] = None if layout.etp == layout.tp else layout.etp
     return values
 

@@ -160,7 +160,7 @@ def launch_target(args: Namespace) -> Target:
         instances=args.num_distributed_optimizer_instances,
         split=split,
     )
-    return Target(None, layout, args.micro_batch_size, "launch flags")
+    return Target(None, layout, args.micro_batch_size, "launch flags", args.global_batch_size)
 
 
 def model_sizes(args: Namespace, padded_vocab_size: int | None = None) -> ModelSizes:
@@ -183,6 +183,7 @@ def model_sizes(args: Namespace, padded_vocab_size: int | None = None) -> ModelS
         num_experts=args.num_experts,
         moe_ffn_hidden_size=args.moe_ffn_hidden_size,
         global_batch_size=args.global_batch_size,
+        eval_global_batch_size=args.eval_global_batch_size if args.eval_iters else None,
     )
 
 

@@ -10,6 +10,7 @@ import megatron.training.global_vars as megatron_globals
 import torch
 from megatron.training import get_args
 
+from megatron_dynatrain.schedule.resolve import PlannedSwitch
 from megatron_dynatrain.schedule.schema import Schedule
 from megatron_dynatrain.training.arguments import (
     DynamicOptions,
@@ -31,7 +32,7 @@ class Plugin:
     def __init__(self) -> None:
         self.options: DynamicOptions | None = None
         self.schedule: Schedule | None = None
-        self.segments = Segments(self._start)
+        self.segments = Segments(self._start, self._pending)
         self._add_arguments = megatron_arguments.add_megatron_arguments
         self._validate = megatron_arguments.validate_args
         self._build_tokenizer = megatron_globals.build_tokenizer
@@ -77,8 +78,13 @@ class Plugin:
         refuse_unsupported(args)
         self.options = options
         self.schedule = read_schedule(options)
-        planned_switches(self.schedule, args, start_iteration=0)
+        planned_switches(self.schedule, args, start_iteration=0, check_times=not args.load)
         self.segments.install()
+
+    def _pending(self) -> list[PlannedSwitch]:
+        """Return the switches after the iteration at which the run starts; known once a checkpoint is loaded."""
+        args = get_args()
+        return planned_switches(self.schedule, args, start_iteration=args.iteration)
 
     def _start(
         self, model: list[torch.nn.Module], roles: Roles, builder: ModelBuilder, provider: Provider
@@ -87,7 +93,7 @@ class Plugin:
         assert self.options is not None
         return DynamicJob(
             options=self.options,
-            pending=planned_switches(self.schedule, args, start_iteration=args.iteration),
+            pending=self._pending(),
             model=model,
             roles=roles,
             builder=builder,

@@ -114,7 +114,7 @@ class DynamicJob:
         planned = self.pending.pop(0)
         target = planned.target
         args = get_args()
-        change = ArgumentChange(args, values_for(target.layout, target.micro_batch_size, self.switcher.rank))
+        change = ArgumentChange(args, values_for(target, self.switcher.rank))
         try:
             report = self.switcher.switch(target.layout)
         except SwitchFailure as failure:

@@ -1,6 +1,6 @@
 """Stock `train()` in segments: it returns at the boundary of a switch and is entered again with the new world.
 
-Nothing inside `train()` is edited. Six module functions of `megatron.training.training` that it (and `pretrain()`) call
+Nothing inside `train()` is edited. Module functions of `megatron.training.training` that it (and `pretrain()`) call
 by name are wrapped; a boundary is made by setting `args.train_iters` to the current iteration at the last call of the
 loop's body, so that the loop leaves on its normal path.
 """
@@ -12,16 +12,19 @@ from typing import Any
 
 import megatron.training.training as megatron_training
 import torch
-from megatron.training import get_args, get_timers
+from megatron.training import get_args, get_timers, print_rank_0
 
 from megatron_dynatrain.errors import UnsupportedError
+from megatron_dynatrain.schedule.resolve import PlannedSwitch
 from megatron_dynatrain.training.builder import ModelBuilder
 from megatron_dynatrain.training.data import DataIterators, Provider, provider_of
 from megatron_dynatrain.training.job import DynamicJob, Roles
+from megatron_dynatrain.training.schedule import planned_length
 
 _WRAPPED = (
     "setup_model_and_optimizer",
     "build_train_valid_test_data_iterators",
+    "get_train_valid_test_num_samples",
     "train",
     "train_step",
     "checkpoint_and_decide_exit",
@@ -33,16 +36,22 @@ _WRAPPED = (
 StartJob = Callable[[list[torch.nn.Module], Roles, ModelBuilder, Provider], DynamicJob]
 """Makes the job at the first entry of `train()`: checks the schedule from there on, and the real model."""
 
+PendingSwitches = Callable[[], list[PlannedSwitch]]
+"""Returns the checked switches after the iteration that the run starts with."""
+
 
 class Segments:
     """The wrapped functions of `megatron.training.training`, and the job they drive.
 
     Args:
         start: Makes the job once model, optimizer and data are there.
+        pending: The switches that are to come, for the length of the training.
     """
 
-    def __init__(self, start: StartJob) -> None:
+    def __init__(self, start: StartJob, pending: PendingSwitches) -> None:
         self._start = start
+        self._pending = pending
+        self._samples: int | None = None
         self._stock: dict[str, Callable[..., Any]] = {}
         self._builder: ModelBuilder | None = None
         self._provider: Provider | None = None
@@ -71,9 +80,17 @@ class Segments:
     # --- what the job is made of --------------------------------------------------------------------------------------
 
     def setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Keep what the script asked for, then set up as usual."""
+        """Keep what the script asked for, then set up as usual; a checkpoint is loaded now, so the length is known."""
         self._builder = ModelBuilder(self._stock["setup_model_and_optimizer"], args, kwargs)
-        return self._stock["setup_model_and_optimizer"](*args, **kwargs)
+        result = self._stock["setup_model_and_optimizer"](*args, **kwargs)
+        length = planned_length(get_args(), self._pending())
+        get_args().train_iters, self._samples = length.iterations, length.samples
+        return result
+
+    def get_train_valid_test_num_samples(self) -> tuple[int, int | None, int]:
+        """Ask for the same number of training samples whatever the batch size is now: the shuffle depends on it."""
+        train, valid, test = self._stock["get_train_valid_test_num_samples"]()
+        return (train if self._samples is None else self._samples, valid, test)
 
     def build_train_valid_test_data_iterators(self, provider: Provider) -> Any:
         """Keep the job's dataset provider, then build as usual."""
@@ -137,6 +154,17 @@ class Segments:
         self._losses = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in self._losses.items()}
         if not job.change_layout(iteration, context):
             self._reenter_same(job.roles.config, model)
+        self._keep_length(job)
+
+    def _keep_length(self, job: DynamicJob) -> None:
+        """Let the training end where its samples do, also where a switch to another batch size did not happen."""
+        args = get_args()
+        end = planned_length(args, job.pending, self._samples).iterations
+        if not args.train_samples:
+            end = min(end, args.train_iters)
+        if end != args.train_iters:
+            print_rank_0(f"[dynatrain] the training ends with iteration {end}, not {args.train_iters}")
+        args.train_iters = end
 
     def _reenter_same(self, config: Any, model: list[torch.nn.Module]) -> None:
         """Undo what `train()` leaves on objects that it is about to be given again (a refused or aborted switch)."""

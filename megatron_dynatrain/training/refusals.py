@@ -141,7 +141,6 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     _set("--full-validation", "full_validation", "the number of validation steps is fixed for the launch layout"),
     _set("--multiple-validation-sets", "multiple_validation_sets", _UNTRIED),
-    _differs("--eval-global-batch-size", "eval_global_batch_size", "global_batch_size", _BATCHES),
     _differs("--eval-micro-batch-size", "eval_micro_batch_size", "micro_batch_size", _BATCHES),
     _set("--rampup-batch-size", "rampup_batch_size", f"{_BATCHES}; Megatron-Core 0.19 itself reads and ignores it"),
     _set("--step-batch-size-schedule", "step_batch_size_schedule", _BATCHES),

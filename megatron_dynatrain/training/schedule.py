@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Iterable
 
 from megatron_dynatrain.model_fit import padded_vocab_size
 from megatron_dynatrain.schedule.check import check_schedule
+from megatron_dynatrain.schedule.clock import Clock, RunLength, run_length
 from megatron_dynatrain.schedule.resolve import PlannedSwitch, resolve
 from megatron_dynatrain.schedule.schema import Schedule, load_schedule
 from megatron_dynatrain.training.arguments import DynamicOptions, launch_target, model_sizes
@@ -37,8 +39,16 @@ def read_schedule(options: DynamicOptions) -> Schedule | None:
     return load_schedule(options.schedule) if options.schedule is not None else None
 
 
-def planned_switches(schedule: Schedule | None, args: Namespace, *, start_iteration: int) -> list[PlannedSwitch]:
+def planned_switches(
+    schedule: Schedule | None, args: Namespace, *, start_iteration: int, check_times: bool = True
+) -> list[PlannedSwitch]:
     """Check every switch of the schedule and return them in order; the same on every rank.
+
+    Args:
+        schedule: The job's schedule.
+        args: Megatron's validated arguments.
+        start_iteration: Completed iterations where the run starts.
+        check_times: Whether that is known; not before a checkpoint is loaded.
 
     Raises:
         ScheduleError: Every switch that can't be done, with its line.
@@ -51,9 +61,26 @@ def planned_switches(schedule: Schedule | None, args: Namespace, *, start_iterat
             model_sizes(args, args.padded_vocab_size),
             launch_target(args),
             world_size=args.world_size,
-            train_iters=args.train_iters,
+            # Megatron sets train_iters in a job whose length is given in samples.
+            train_iters=None if args.train_samples else args.train_iters,
             train_samples=args.train_samples,
             start_iteration=start_iteration,
-            start_samples=args.consumed_train_samples if start_iteration else None,
+            start_samples=(args.consumed_train_samples or None) if start_iteration else None,
+            check_times=check_times,
         )
     )
+
+
+def planned_length(args: Namespace, pending: Iterable[PlannedSwitch], samples: int | None = None) -> RunLength:
+    """Return how long the training is from where it is now, with the batch sizes of the pending switches.
+
+    Args:
+        args: Megatron's arguments; the iteration and the consumed samples are those of now.
+        pending: Switches still to come, in order.
+        samples: Training samples that there are; None for what the flags ask for.
+    """
+    batch = args.global_batch_size
+    # Megatron does the same for old checkpoints that don't say how many samples were consumed, but only later.
+    consumed = args.consumed_train_samples or args.iteration * batch
+    now = Clock(iteration=args.iteration, samples=consumed, global_batch_size=batch)
+    return run_length(now, pending, train_iters=args.train_iters, train_samples=samples or args.train_samples)

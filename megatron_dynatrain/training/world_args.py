@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from megatron_dynatrain.layout import ParallelLayout
+from megatron_dynatrain.schedule.resolve import Target
 
 _MISSING = object()
 
 
-def values_for(layout: ParallelLayout, micro_batch_size: int, rank: int) -> dict[str, object]:
+def values_for(target: Target, rank: int) -> dict[str, object]:
     """Return the arguments that a layout sets on a process, by Megatron's names.
 
     Args:
-        layout: The layout.
-        micro_batch_size: Samples per micro-batch under it.
+        target: The layout with its batch sizes; `--eval-global-batch-size` stays that of the launch.
         rank: Global rank of the process; Megatron's rank is its place in the layout.
     """
-    split = layout.split
+    layout, split = target.layout, target.layout.split
+    batch = {} if target.global_batch_size is None else {"global_batch_size": target.global_batch_size}
     return {
+        **batch,
         "world_size": layout.world_size,
         "rank": layout.ranks.index(rank),
         "tensor_model_parallel_size": layout.tp,
@@ -33,8 +34,8 @@ def values_for(layout: ParallelLayout, micro_batch_size: int, rank: int) -> dict
         # Interleaving over two stages needs the overlapped, non-batched exchange: gloo and NCCL pair wrong otherwise.
         "overlap_p2p_comm": layout.vpp is not None,
         "pipeline_model_parallel_layout": split.layout,
-        "micro_batch_size": micro_batch_size,
-        "eval_micro_batch_size": micro_batch_size,  # Megatron fixes it to the launch value
+        "micro_batch_size": target.micro_batch_size,
+        "eval_micro_batch_size": target.micro_batch_size,  # Megatron fixes it to the launch value
         "decoder_first_pipeline_num_layers": split.first,
         "decoder_last_pipeline_num_layers": split.last,
         "account_for_embedding_in_pipeline_split": split.account_for_embedding,

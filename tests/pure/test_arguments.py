@@ -137,7 +137,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "--hybrid-layer-pattern": ({"hybrid_layer_pattern": "M*"}, "no logical tensors"),
     "--dataloader-type": ({"dataloader_type": "external"}, "a data loader with a state of its own"),
     "--full-validation": ({"full_validation": True}, "validation steps"),
-    "--eval-global-batch-size": ({"eval_global_batch_size": 4}, "later batch size"),
     "--eval-micro-batch-size": ({"eval_micro_batch_size": 4}, "later batch size"),
     "--rampup-batch-size": ({"rampup_batch_size": ["8", "8", "64"]}, "later batch size"),
     "--step-batch-size-schedule": ({"step_batch_size_schedule": "0:8 100:16"}, "later batch size"),
@@ -219,6 +218,7 @@ def launch_args(**changes: Any) -> Namespace:
         "account_for_loss_in_pipeline_split": False,
         "pipeline_model_parallel_layout": None,
         "micro_batch_size": 2,
+        "global_batch_size": 8,
     }
     return Namespace(**defaults | changes)
 
@@ -229,6 +229,7 @@ def test_the_launch_layout_is_read_from_the_arguments() -> None:
         tp=2, pp=2, dp=2, sequence_parallel=True, order="tp-cp-ep-pp-dp", split=PipelineSplit(first=3)
     )
     assert (target.name, target.micro_batch_size, target.where) == (None, 2, "launch flags")
+    assert target.global_batch_size == 8
     with pytest.raises(LayoutError):
         launch_target(launch_args(tensor_model_parallel_size=3))
 
@@ -245,6 +246,8 @@ def test_the_sizes_of_the_model_are_read_from_the_arguments() -> None:
         num_experts=None,
         moe_ffn_hidden_size=None,
         global_batch_size=8,
+        eval_global_batch_size=4,
+        eval_iters=0,
         padded_vocab_size=128,
     )
     assert model_sizes(args).num_query_groups == 8
@@ -252,6 +255,9 @@ def test_the_sizes_of_the_model_are_read_from_the_arguments() -> None:
     args.group_query_attention = True
     assert model_sizes(args, 512).num_query_groups == 1
     assert model_sizes(args, 512).padded_vocab_size == 512
+    assert model_sizes(args).eval_global_batch_size is None
+    args.eval_iters = 2
+    assert model_sizes(args).eval_global_batch_size == 4
 
 
 def test_neither_torch_nor_megatron_is_imported() -> None:

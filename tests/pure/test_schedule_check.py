@@ -25,7 +25,7 @@ MODEL: dict[str, Any] = {
 
 def check(switches: str, *, world_size: int = 12, launch: dict[str, Any] | None = None, **changes: Any) -> Any:
     """Check the given switches; sizes of the model and limits of the training can be changed by name."""
-    times = ("train_iters", "train_samples", "start_iteration", "start_samples")
+    times = ("train_iters", "train_samples", "start_iteration", "start_samples", "check_times")
     limits = {name: changes.pop(name) for name in times if name in changes}
     lines = "".join(f"  - {{{switch}}}\n" for switch in switches.split("\n"))
     schedule = parse_schedule(f"version: 1\nswitches:\n{lines}", "s.yaml")
@@ -113,6 +113,13 @@ def test_a_switch_in_the_past_is_refused_with_what_to_do(trigger: str) -> None:
     )
 
 
+def test_times_are_not_checked_before_the_start_is_known() -> None:
+    switches = "at_iteration: 50, to: {tp: 2}\nat_samples: 1, to: {tp: 1}"
+    assert len(problems_of(switches, train_iters=20)) == 1
+    check(switches, train_iters=20, check_times=False)
+    assert problems_of("at_iteration: 50, to: {tp: 5}", check_times=False)
+
+
 def test_the_first_boundary_after_the_start_is_not_in_the_past() -> None:
     check("at_iteration: 11, to: {tp: 2}", start_iteration=10)
     check("at_samples: 241, to: {tp: 2}", start_iteration=10)
@@ -158,17 +165,77 @@ def test_iterations_and_samples_are_compared_as_boundaries(second: str, got: str
     check("at_iteration: 5, to: {tp: 2}\nat_samples: 121, to: {tp: 3}")
 
 
+def test_keys_that_are_read_but_not_supported_yet_are_refused() -> None:
+    assert problems_of("at_iteration: 5, to: {ranks: [0, 1]}") == [
+        "s.yaml:3 switches[0].to.ranks: a switch of ranks is not supported yet;"
+        " expected: all ranks of the launch layout, in any order; got: [0, 1]"
+    ]
+
+
+def test_batch_sizes_are_chained_and_those_of_the_launch_are_filled_in() -> None:
+    planned = check(
+        "at_iteration: 5, to: {tp: 2}\nat_iteration: 6, to: {global_batch_size: 48}\nat_iteration: 7, to: {tp: 1}"
+    )
+    assert [switch.target.global_batch_size for switch in planned] == [24, 48, 48]
+
+
+def test_each_batch_size_is_divided_by_micro_batch_and_dp() -> None:
+    assert problems_of("at_iteration: 5, to: {global_batch_size: 30}") == [
+        "s.yaml:3 switches[0].to.global_batch_size: the model doesn't fit the layout dp12: global_batch_size"
+        " (at_iteration: 5); expected: a multiple of micro batch 1 x dp 12 = 12; got: 30"
+    ]
+    (problem,) = problems_of("at_iteration: 5, to: {global_batch_size: 36}\nat_iteration: 6, to: {micro_batch_size: 2}")
+    assert problem.startswith("s.yaml:4 switches[1].to.micro_batch_size: ")
+    assert problem.endswith("expected: a multiple of micro batch 2 x dp 12 = 24; got: 36")
+
+
+def test_the_batch_of_an_evaluation_stays_and_has_to_fit_every_layout() -> None:
+    check("at_iteration: 5, to: {micro_batch_size: 4, global_batch_size: 96}")
+    (problem,) = problems_of(
+        "at_iteration: 5, to: {micro_batch_size: 4, global_batch_size: 96}", eval_global_batch_size=24
+    )
+    assert problem.startswith("s.yaml:3 switches[0].to.micro_batch_size: ")
+    assert "eval_global_batch_size (at_iteration: 5); expected: a multiple of micro batch 4 x dp 12 = 48" in problem
+    (problem,) = problems_of("at_iteration: 5, to: {tp: 2}", eval_global_batch_size=18)
+    assert problem.startswith("launch flags eval_global_batch_size: ")
+
+
+DOUBLED = "at_iteration: 5, to: {global_batch_size: 48}\n"  # 120 samples after 5, 168 after 6, 216 after 7
+
+
 @pytest.mark.parametrize(
-    ("to", "key", "expected", "got"),
+    ("second", "got"),
+    [("at_samples: 120", "boundary after iteration 5"), ("at_samples: 96", "boundary after iteration 4")],
+)
+def test_boundaries_are_counted_with_the_batch_size_that_is_valid_there(second: str, got: str) -> None:
+    check(f"{DOUBLED}at_samples: 168, to: {{tp: 2}}\nat_iteration: 7, to: {{tp: 1}}")
+    (problem,) = problems_of(f"{DOUBLED}at_samples: 169, to: {{tp: 2}}\nat_iteration: 7, to: {{tp: 1}}")
+    assert problem.startswith("s.yaml:5 switches[2].at_iteration: switches must be in the order")
+    assert "expected: a boundary after iteration 7, of the switch on line 4" in problem
+    (problem,) = problems_of(f"{DOUBLED}{second}, to: {{tp: 2}}")
+    assert problem.endswith(got)
+
+
+@pytest.mark.parametrize(
+    ("last", "limits", "expected"),
     [
-        ("ranks: [0, 1]", "ranks", "all ranks of the launch layout, in any order", "[0, 1]"),
-        ("global_batch_size: 48", "global_batch_size", "24, as at launch", "48"),
+        ("at_iteration: 8", {"train_samples": 300}, "at most 7 (the training ends with iteration 8)"),
+        ("at_samples: 217", {"train_samples": 300}, "at most 216 (the training ends with iteration 8)"),
+        ("at_samples: 217", {"train_iters": 8}, "at most 216 (the training ends with iteration 8)"),
     ],
 )
-def test_keys_that_are_read_but_not_supported_yet_are_refused(to: str, key: str, expected: str, got: str) -> None:
-    assert problems_of(f"at_iteration: 5, to: {{{to}}}") == [
-        f"s.yaml:3 switches[0].to.{key}: a switch of {key} is not supported yet; expected: {expected}; got: {got}"
-    ]
+def test_the_end_is_counted_with_the_batch_size_that_is_valid_there(
+    last: str, limits: dict[str, int], expected: str
+) -> None:
+    (problem,) = problems_of(f"{DOUBLED}{last}, to: {{tp: 2}}", **limits)
+    assert f"no iteration is left after it; expected: {expected}" in problem
+    check(f"{DOUBLED}at_iteration: 7, to: {{tp: 2}}", **limits)
+
+
+def test_a_batch_for_which_too_few_samples_are_left_is_refused() -> None:
+    check("at_iteration: 5, to: {global_batch_size: 48}", train_samples=168)
+    (problem,) = problems_of("at_iteration: 5, to: {global_batch_size: 48}", train_samples=167)
+    assert "no iteration is left after it; expected: at most 4 " in problem
 
 
 def test_such_keys_are_accepted_where_they_change_nothing() -> None:

@@ -1,0 +1,129 @@
+"""The global batch size changes inside a run: same samples, losses and learning rates as Megatron's own ways give."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.ranks.context import RankContext
+from tests.ranks.dynamic import all_steps, layout_keys, run_switched
+from tests.ranks.gpt_args import checkpoint_args, gpt_args
+from tests.ranks.hooks import mend_checkpoints
+from tests.ranks.pool import RankPool
+from tests.ranks.records import StepRecord
+
+if TYPE_CHECKING:
+    from tests.ranks.pretrain import PretrainRun
+
+SEQUENCE = 16
+_REPLACED = {"--global-batch-size", "--train-iters", "--lr-warmup-iters", "--lr-decay-iters", "--vocab-size"}
+
+
+def write_corpus(context: RankContext, prefix: str) -> None:
+    """Write 40 documents of 19 bytes: 45 training samples an epoch, so that the shuffle shows how many are used."""
+    from build_corpus import write_dataset
+
+    del context
+    write_dataset((bytes((17 * number + 5 * place) % 256 for place in range(19)) for number in range(40)), Path(prefix))
+
+
+@pytest.fixture(scope="module")
+def corpus(ranks: RankPool) -> Path:
+    prefix = ranks.scratch("batch_size") / "corpus"
+    ranks.run(1, write_corpus, str(prefix), init_group=False)
+    return prefix
+
+
+def flags(corpus: Path, batch: str, length: str, **layout: int) -> list[str]:
+    """Return flags of a run: `batch` and `length` say how many samples a step and the training have."""
+    words = gpt_args(layers=2, hidden=16, seq=SEQUENCE, **layout)
+    kept = [word for place, word in enumerate(words) if not {word, words[place - 1]} & _REPLACED]
+    kept.remove("--mock-data")
+    data = ["--data-path", str(corpus), "--vocab-size", "257", "--data-cache-path", str(corpus.parent / "cache")]
+    return [*kept, *data, *batch.split(), *length.split()]
+
+
+def seen(steps: Sequence[StepRecord]) -> list[tuple[float, ...]]:
+    """Return what a step must have in common with another run under the same layout, exactly."""
+    return [(step.iteration, step.consumed_samples, step.loss, step.grad_norm, step.lr) for step in steps]
+
+
+def test_a_change_at_samples_is_megatrons_own_step_schedule(ranks: RankPool, corpus: Path) -> None:
+    length = "--train-samples 120 --lr-decay-samples 120"
+    schedule = f"--step-batch-size-schedule 0:8,{40 * SEQUENCE}:16"
+    reference = ranks.pretrain(2, [*flags(corpus, "", length), *schedule.split()])
+    run = run_switched(ranks, 2, flags(corpus, "--global-batch-size 8", length), {5: {"global_batch_size": 16}})
+    assert [record.outcome for record in run.switches] == ["committed"]
+    assert [step.consumed_samples for step in run.steps] == [0, 8, 16, 24, 32, 40, 56, 72, 88, 104]
+    assert seen(run.steps) == seen(all_steps(reference))
+
+
+def test_a_length_in_iterations_uses_each_sample_once_also_under_another_layout(ranks: RankPool, corpus: Path) -> None:
+    schedule = f"--train-samples 120 --lr-decay-samples 80 --step-batch-size-schedule 0:8,{40 * SEQUENCE}:16"
+    reference = all_steps(ranks.pretrain(2, flags(corpus, "", schedule)))
+    argv = flags(corpus, "--global-batch-size 8", "--train-iters 10 --lr-decay-iters 10")
+    run = run_switched(ranks, 2, argv, {5: layout_keys(pp=2, global_batch_size=16)})
+    assert [(record.target, record.outcome) for record in run.switches] == [("pp2", "committed")]
+    assert [step.consumed_samples for step in run.steps] == [step.consumed_samples for step in reference]
+    assert [step.lr for step in run.steps] == [step.lr for step in reference]
+    assert [step.loss for step in run.steps] == pytest.approx([step.loss for step in reference], rel=1e-6)
+
+
+def test_a_smaller_batch_is_a_relaunch_with_a_smaller_batch(ranks: RankPool, corpus: Path) -> None:
+    length = "--train-samples 112 --lr-decay-samples 112"
+    saved = ranks.scratch("checkpoint")
+    mend = (mend_checkpoints,)
+    large = [*flags(corpus, "--global-batch-size 16", length), *checkpoint_args(save=saved, interval=2)]
+    first = all_steps(ranks.pretrain(2, [*large, "--exit-interval", "4"], hooks=mend))
+    small = [*flags(corpus, "--global-batch-size 8", length), *checkpoint_args(load=saved)]
+    second = all_steps(ranks.pretrain(2, [*small, "--exit-interval", "10"], hooks=mend))
+
+    argv = flags(corpus, "--global-batch-size 16", length)
+    run = run_switched(ranks, 2, argv, {4: {"global_batch_size": 8}})
+    assert seen(run.steps) == seen([*first, *second])
+    assert len(run.steps) == 10  # 4 x 16 + 6 x 8 samples
+
+    # 7 x 16 samples of decay; the length is counted from the 32 samples that the checkpoint says are consumed
+    length = "--train-iters 10 --lr-decay-iters 7 --override-opt-param-scheduler --ckpt-step 2"
+    argv = [*flags(corpus, "--global-batch-size 16", length), *checkpoint_args(load=saved)]
+    resumed = run_switched(ranks, 2, argv, {4: {"global_batch_size": 8}})
+    assert [(record.outcome, record.error) for record in resumed.switches] == [("committed", None)]
+    assert seen(resumed.steps) == seen(run.steps[2:])
+
+
+def fail_switches(run: PretrainRun) -> None:
+    """Let every switch fail while it is planned."""
+    from megatron_dynatrain.training.job import DynamicJob
+
+    def bad(phase: str) -> None:
+        if phase == "prepare/plan":
+            raise ValueError("bad plan")
+
+    started = DynamicJob.__post_init__
+
+    def start(job: DynamicJob) -> None:
+        started(job)
+        job.switcher.on_phase = bad
+
+    run.record.extra["fault"] = "prepare/plan"
+    DynamicJob.__post_init__ = start  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("length", "batch", "steps"),
+    [
+        ("--train-samples 120 --lr-decay-samples 120", 16, 15),  # 15 x 8 samples, not 5 x 8 + 5 x 16
+        ("--train-iters 10 --lr-decay-iters 10", 4, 7),  # no more than 5 x 8 + 5 x 4 = 60 samples were asked for
+        ("--train-iters 10 --lr-decay-iters 10", 16, 10),
+    ],
+)
+def test_a_training_whose_batch_could_not_change_ends_with_its_samples(
+    ranks: RankPool, corpus: Path, length: str, batch: int, steps: int
+) -> None:
+    argv = flags(corpus, "--global-batch-size 8", length)
+    run = run_switched(ranks, 2, argv, {5: {"global_batch_size": batch}}, hooks=(fail_switches,))
+    assert [record.outcome for record in run.switches] == ["refused"]
+    assert [step.consumed_samples for step in run.steps] == list(range(0, 8 * steps, 8))
