@@ -10,7 +10,7 @@ from megatron_dynatrain.elastic.groups import WorldGroups, default_group
 from megatron_dynatrain.errors import StateError
 from megatron_dynatrain.layout import ParallelLayout
 from megatron_dynatrain.mcore import optimizers, states, teardown
-from megatron_dynatrain.mcore.build import materialize, untouched_random_streams
+from megatron_dynatrain.mcore.build import untouched_random_streams
 from megatron_dynatrain.mcore.parallel_state import ParallelState
 from megatron_dynatrain.mcore.random_streams import RandomStreams
 from megatron_dynatrain.mcore.states import MOMENTS, LiveState
@@ -85,6 +85,8 @@ class Attempt:
             self._plan = self._route(self._before, self._after)
         with job.phase("prepare", "pairs"):
             agree_on_pairs(self._plan, self._transport, deadline=self._deadline())
+        with job.phase("prepare", "allocate"):
+            self._target.realize()
         self._add_totals()
 
     def _step_of_the_job(self) -> torch.Tensor | None:
@@ -120,7 +122,6 @@ class Attempt:
         states.release_gradients(self._job.world.chunks)
         with self._parallel_state.active(), default_group(self._groups.group()), untouched_random_streams():
             self._chunks, self._optimizer = self._job.build(self._layout)
-            materialize(self._chunks)
         states.release_gradients(self._chunks)
 
     def _route(self, before: Placement, after: Placement) -> RankPlan:

@@ -1,15 +1,15 @@
-"""Build a target model without storage for its parameters: hollow tensors that DDP replaces by its own buffers."""
+"""Build a target world without storage: hollow tensors in modules, DDP buffers and optimizer."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel import random as megatron_random
 from torch.overrides import TorchFunctionMode
@@ -30,15 +30,16 @@ def is_hollow(tensor: object) -> bool:
 
 
 class Hollow(TorchFunctionMode):
-    """Make `torch.empty` return one element expanded to the shape, and let nobody write to it.
+    """Let big tensors have one element of storage: right shape, dtype and device, no bytes, and nobody writes to them.
 
-    Such a tensor has the right shape, dtype and device and no bytes. `torch.device("meta")` does not do it: Megatron's
-    layers name their device, and DDP needs parameters of the real device. Thread-local.
+    The factories in `factories` give such tensors. Copies and casts of hollow tensors are hollow, in-place calls on
+    them do nothing. `torch.device("meta")` does not do it: Megatron's layers name their device, and DDP and optimizer
+    need tensors of the real one. Thread-local.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.active = True
+        self.factories = frozenset((_EMPTY,))
 
     def __torch_function__(
         self,
@@ -48,21 +49,37 @@ class Hollow(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if not self.active:
-            return func(*args, **kwargs)
-        if _unwrapped(func) is _EMPTY:
-            shape = tuple(kwargs.pop("size", ())) or (
-                args[0] if len(args) == 1 and not isinstance(args[0], int) else args
-            )
+        if _unwrapped(func) in self.factories:
+            shape = _shape(args, kwargs)
             kwargs.pop("memory_format", None)
-            return func((), **kwargs).expand(*shape) if len(shape) else func((), **kwargs)
-        written = args[0] if args else kwargs.get("tensor")  # torch.nn.init passes its tensor by name
-        if _writes(func) and is_hollow(written):
-            return written
+            return func((), **kwargs).expand(*shape) if shape else func((), **kwargs)
+        first = args[0] if args else kwargs.get("tensor")  # torch.nn.init passes its tensor by name
+        if not is_hollow(first):
+            return func(*args, **kwargs)
+        if _writes(func):
+            return first
+        if getattr(func, "__name__", "") in _COPIES:
+            return _of_one_element(func, args, kwargs)
         return func(*args, **kwargs)
 
 
-_EMPTY = _unwrapped(torch.empty)
+_EMPTY, _ZEROS = _unwrapped(torch.empty), _unwrapped(torch.zeros)
+_COPIES = frozenset(("clone", "contiguous", "to", "float", "half", "bfloat16", "cuda", "cpu"))
+
+
+def _shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    given = kwargs.pop("size", None)
+    if given is None:
+        given = args[0] if len(args) == 1 and not isinstance(args[0], int) else args
+    return tuple(given)
+
+
+def _of_one_element(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Copy or cast the one element that a hollow tensor has, and expand it again."""
+    tensor = args[0]
+    one = tensor.detach()[(0,) * tensor.dim()]
+    result = func(one, *args[1:], **kwargs)
+    return result.expand(tensor.shape) if isinstance(result, torch.Tensor) else result
 
 
 def _writes(function: Callable[..., Any]) -> bool:
@@ -72,18 +89,22 @@ def _writes(function: Callable[..., Any]) -> bool:
 
 @contextmanager
 def hollow_build() -> Iterator[None]:
-    """Build Megatron modules inside the block without storage, without a collective and without drawing random numbers.
+    """Build Megatron chunks, DDP and optimizer inside the block without storage, collectives or random numbers.
 
     Random streams (Python, NumPy, torch, CUDA and Megatron's tracker) are put back at the end of the block. The
     all-reduce by which a tied output layer fetches its first values is left out: the values come with the switch.
-    From the first DDP on, tensors are real: its buffers and the optimizer's shards are what the switch fills.
+    DDP's buffers and the optimizer's main parameters are hollow too; `mcore.realize` gives them storage.
     """
-    setup, wrap = LanguageModule.setup_embeddings_and_output_layer, DistributedDataParallel.__init__
+    setup, make_buffer = LanguageModule.setup_embeddings_and_output_layer, _ParamAndGradBuffer.__init__
     mode = Hollow()
 
-    def wrap_for_real(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-        mode.active = False
-        wrap(self, *args, **kwargs)
+    def make_hollow_buffer(self: _ParamAndGradBuffer, *args: Any, **kwargs: Any) -> None:
+        mode.factories = frozenset((_ZEROS,))
+        try:
+            make_buffer(self, *args, **kwargs)
+        finally:
+            # The modules are made: what is allocated from here on, such as messages of a gather, is for use.
+            mode.factories = frozenset()
 
     def setup_without_collective(self: LanguageModule) -> None:
         before = self.config.init_model_with_meta_device
@@ -95,13 +116,13 @@ def hollow_build() -> Iterator[None]:
 
     with untouched_random_streams():
         LanguageModule.setup_embeddings_and_output_layer = setup_without_collective
-        DistributedDataParallel.__init__ = wrap_for_real
+        _ParamAndGradBuffer.__init__ = make_hollow_buffer
         try:
             with mode:
                 yield
         finally:
             LanguageModule.setup_embeddings_and_output_layer = setup
-            DistributedDataParallel.__init__ = wrap
+            _ParamAndGradBuffer.__init__ = make_buffer
 
 
 @contextmanager
@@ -122,11 +143,3 @@ def untouched_random_streams() -> Iterator[None]:
             torch.cuda.set_rng_state(cuda)
         if tracker is not None and states is not None:
             tracker.set_states(states)
-
-
-def materialize(chunks: Sequence[torch.nn.Module]) -> None:
-    """Give storage to the parameters that no DDP buffer holds: frozen ones; local, values are not set."""
-    for chunk in chunks:
-        for parameter in chunk.parameters():
-            if is_hollow(parameter):
-                parameter.data = torch.empty_like(parameter, memory_format=torch.contiguous_format)

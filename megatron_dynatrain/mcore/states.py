@@ -10,7 +10,9 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_dynatrain.errors import PlacementError, StateError, UnsupportedError
+from megatron_dynatrain.mcore.build import is_hollow
 from megatron_dynatrain.mcore.describe import NamedTensor, dtype_name, named_tensors
+from megatron_dynatrain.mcore.realize import buffers_of, realize_gradients, realize_state
 from megatron_dynatrain.vps.flat_buffer import BufferPolicy
 from megatron_dynatrain.vps.placement import Placement, slab_name
 from megatron_dynatrain.vps.tensor import StateKind
@@ -35,7 +37,7 @@ def distributed_optimizers(optimizer: object) -> list[DistributedOptimizer]:
             )
         if inner.is_stub_optimizer:
             continue
-        if not isinstance(inner.optimizer, torch.optim.Adam | torch.optim.AdamW):
+        if type(inner.optimizer) not in (torch.optim.Adam, torch.optim.AdamW):  # a subclass may keep more than they do
             raise UnsupportedError(
                 "the inner optimizer is not one whose states are known",
                 subject=type(inner.optimizer).__name__,
@@ -124,7 +126,11 @@ class LiveState:
             if step is not None:
                 state["step"] = step.detach().clone()
             for kind in MOMENTS:
-                state[kind.value] = torch.empty_like(run.main, memory_format=torch.contiguous_format)
+                state[kind.value] = _like(run.main)
+
+    def realize(self) -> None:
+        """Give storage to parameters, main parameters and moments of a world that was built hollow; local."""
+        realize_state(self.chunks, distributed_optimizers(self.optimizer))
 
     def memory(self, *, moments: bool) -> dict[str, torch.Tensor]:
         """Return slab name -> flat tensor over the live memory.
@@ -237,7 +243,15 @@ class LiveState:
 
 def _is_view(main: torch.Tensor, flat: torch.Tensor, start: int) -> bool:
     """Return whether the optimizer's shard shares the model parameter's memory at its place."""
-    return main.dtype == flat.dtype and main.data_ptr() == flat.data_ptr() + start * flat.element_size()
+    offset = 0 if is_hollow(flat) else start * flat.element_size()
+    return main.dtype == flat.dtype and main.data_ptr() == flat.data_ptr() + offset
+
+
+def _like(main: torch.Tensor) -> torch.Tensor:
+    """Return a new tensor like a main parameter, hollow where that is."""
+    if is_hollow(main):
+        return torch.empty((), dtype=main.dtype, device=main.device).expand(main.shape)
+    return torch.empty_like(main, memory_format=torch.contiguous_format)
 
 
 def gradient_bytes(chunks: Sequence[torch.nn.Module]) -> int:
@@ -251,11 +265,13 @@ def gradient_bytes(chunks: Sequence[torch.nn.Module]) -> int:
 
 def release_gradients(chunks: Sequence[torch.nn.Module]) -> None:
     """Free the gradient buffers; gradients are dead at an iteration boundary."""
-    for chunk in chunks:
-        chunk.offload_grad_buffers(synchronize=False, empty_cache=False)
+    for _, buffer in buffers_of(chunks):
+        if not is_hollow(buffer.grad_data):
+            buffer.offload_to_cpu(move_params=False, move_grads=True)
 
 
 def restore_gradients(chunks: Sequence[torch.nn.Module]) -> None:
-    """Make the gradient buffers again, zeroed; a no-op where they were not released."""
-    for chunk in chunks:
-        chunk.restore_grad_buffers(synchronize=False)
+    """Make the gradient buffers (again), zeroed; a no-op where they are there."""
+    realize_gradients(chunks)
+    for _, buffer in buffers_of(chunks):
+        buffer.reload_from_cpu(move_params=False, move_grads=True)
