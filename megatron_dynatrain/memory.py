@@ -25,14 +25,12 @@ class MemoryNeed:
         source_state: Parameters and optimizer state of the layout before.
         source_gradients: Gradient buffers of the layout before, free during the switch.
         target_state: Parameters and optimizer state of the layout after.
-        target_gradients: Gradient buffers of the layout after.
         staging: Bound of one window's packed messages.
     """
 
     source_state: int
     source_gradients: int
     target_state: int
-    target_gradients: int
     staging: int
 
     @classmethod
@@ -42,14 +40,16 @@ class MemoryNeed:
             source_state=_state_bytes(source, rank),
             source_gradients=_gradient_bytes(source, rank),
             target_state=_state_bytes(target, rank),
-            target_gradients=_gradient_bytes(target, rank),
             staging=staging,
         )
 
     @property
     def safe_extra(self) -> int:
-        """Bytes on top of the source's state that `safe` mode needs at its peak."""
-        return self.target_state + max(self.target_gradients, self.staging)
+        """Bytes on top of the source's state that `safe` mode needs at its peak.
+
+        The target is built without storage, and its gradient buffers are made when the source is gone.
+        """
+        return self.target_state + self.staging
 
 
 def _state_bytes(placement: Placement, rank: int) -> int:
@@ -99,8 +99,7 @@ def choose_mode(
             rank=rank,
             phase="prepare",
             subject="--dynamic-parallelism-memory",
-            expected=f"{need.safe_extra} bytes for the target (state {need.target_state}, then the larger of gradients "
-            f"{need.target_gradients} and staging {need.staging})",
+            expected=f"{need.safe_extra} bytes for the target (state {need.target_state}, staging {need.staging})",
             got=f"{room} bytes ({where})",
             hint="choose a layout that shards more, or free memory",
         )
