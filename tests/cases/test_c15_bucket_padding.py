@@ -29,12 +29,14 @@ BUFFER_INDEX = {"p0": (0, 200, 0), "p1": (256, 556, 0), "p2": (576, 640, 0)}
 
 def _buffer(context: RankContext) -> dict[str, Any]:
     """Build the model of the case with data parallelism only and return what the real buffer and optimizer say."""
+    import torch
+
     from tests.cases.job import CaseJob
     from tests.cases.models import BARE_SHAPE, bare
 
     shapes = {name: ((size,), None) for name, size in MODULE_ORDER}
-    # The Switcher checks the predicted placement against these objects when it is made.
-    job = CaseJob(context, ParallelLayout(dp=context.world), bare(**shapes), shape=BARE_SHAPE)
+    # The Switcher checks the predicted placement of the main parameters against these objects when it is made.
+    job = CaseJob(context, ParallelLayout(dp=context.world), bare(**shapes), shape=BARE_SHAPE, dtype=torch.bfloat16)
     (buffer,) = job.chunks[0].buffers
     names = {parameter: name for name, parameter in job.parameters().items()}
     job.step(1.0)
