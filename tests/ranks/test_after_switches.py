@@ -45,7 +45,6 @@ def switched(ranks: RankPool) -> tuple[SwitchedRun, Path]:
     return run, directory
 
 
-@pytest.mark.timeout(120)
 def test_evaluations_are_those_of_a_run_that_never_switches(
     ranks: RankPool, switched: tuple[SwitchedRun, Path]
 ) -> None:

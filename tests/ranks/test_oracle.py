@@ -108,7 +108,6 @@ def assert_equal_steps(left: Sequence[StepRecord], right: Sequence[StepRecord], 
     assert list(left) == list(right)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("pair", "model"), CASES)
 def test_a_switch_equals_save_and_load(ranks: RankPool, pair: Pair, model: str) -> None:
     source, first = saved_at_source(ranks, pair, model)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-import pytest
-
 from tests.ranks.dynamic import layout_keys, run_switched
 from tests.ranks.gpt_args import gpt_args
 from tests.ranks.observe import Sample, note_samples
@@ -37,7 +35,6 @@ def batches(records: Sequence[PretrainRecord]) -> dict[int, Batch]:
     return result
 
 
-@pytest.mark.timeout(120)
 def test_global_batches_are_those_of_a_run_that_never_switches(ranks: RankPool) -> None:
     argv = gpt_args(tp=2, layers=2, hidden=32, seq=16, global_batch=BATCH, train_iters=STEPS)
     switches = {

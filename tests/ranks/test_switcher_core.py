@@ -114,7 +114,6 @@ def losses(records: list[ChainRecord]) -> list[float]:
     return [next(loss for loss, _ in row if loss is not None) for row in rows]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("chain", "model"), CASES)
 def test_identity_and_composition(ranks: RankPool, chain: str, model: str) -> None:
     case = CHAINS[chain]
