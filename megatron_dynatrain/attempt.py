@@ -9,8 +9,9 @@ import torch
 from megatron_dynatrain.elastic.groups import WorldGroups, default_group
 from megatron_dynatrain.errors import StateError
 from megatron_dynatrain.layout import ParallelLayout
-from megatron_dynatrain.mcore import optimizers, states, teardown
+from megatron_dynatrain.mcore import buffers, states, teardown
 from megatron_dynatrain.mcore.build import untouched_random_streams
+from megatron_dynatrain.mcore.optimizers import SharedValues
 from megatron_dynatrain.mcore.parallel_state import ParallelState
 from megatron_dynatrain.mcore.random_streams import RandomStreams
 from megatron_dynatrain.mcore.states import MOMENTS, LiveState
@@ -69,6 +70,8 @@ class Attempt:
             self._source = LiveState(job.world.chunks, job.world.optimizer, rank=self._rank)
             self._before = Placement(job.description, job.world.layout, self._source.buffer_policy())
         step = self._step_of_the_job()
+        parts = job.gather("optimizer", SharedValues.of(self._source.optimizer))
+        self._shared = SharedValues.merged(part for _, part in sorted(parts.items()))
         moments = step is not None
         self._skip = () if moments else MOMENTS
         with job.phase("prepare", "memory"):
@@ -158,8 +161,7 @@ class Attempt:
                 on_window=lambda index: job.on_phase(f"transfer/window {index}"),
             )
         with job.phase("transfer", "scalars"):
-            optimizers.carry_groups(self._source.optimizer, self._target.optimizer, rank=self._rank)
-            optimizers.carry_scaler(self._source.optimizer, self._target.optimizer, rank=self._rank)
+            self._shared.carry(self._target.optimizer, rank=self._rank)
 
     def verify(self) -> None:
         """Prove that the target holds what the source holds; after this every rank commits."""
@@ -179,7 +181,8 @@ class Attempt:
                 before = DigestTable.compute(self._before, self._memory(self._source), self._rank, skip=self._skip)
                 after = DigestTable.compute(self._after, self._memory(self._target), self._rank, skip=self._skip)
                 check_casts(self._target, rank=self._rank)
-                check_scalars(self._source, self._target, rank=self._rank)
+                buffers.check_counters(self._chunks, rank=self._rank)
+                check_scalars(self._source, self._target, self._shared, rank=self._rank)
         if job.options.verify == "full":
             with job.phase("verify", "return"), torch.no_grad():
                 self._compare_every_bit()

@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 from megatron_dynatrain.attempt import Attempt
 from megatron_dynatrain.elastic.control import ControlPlane
 from megatron_dynatrain.elastic.groups import WorldGroups, make_default
-from megatron_dynatrain.errors import DynaTrainError, SwitchAborted, SwitchRefused
+from megatron_dynatrain.errors import DynaTrainError, StateError, SwitchAborted, SwitchRefused
 from megatron_dynatrain.layout import ParallelLayout
 from megatron_dynatrain.mcore import states, teardown
 from megatron_dynatrain.mcore.describe import describe_local, facts_of, merge
@@ -51,7 +51,8 @@ class Switcher:
     Attributes:
         world: The current world.
         committed: Number of switches committed so far.
-        description: The model, free of any layout.
+        refusal: Why no switch of this job is possible, by the name of a state that nobody can move. Every switch is
+            then refused with it, and the job trains on. None in a healthy job.
         on_phase: Called with the name of each phase as it begins, for tests and for progress.
     """
 
@@ -80,7 +81,25 @@ class Switcher:
         self.model_fits = model_fits or _nothing
         self._attempts = 0
         self._control = ControlPlane(self.store, ranks=layout.ranks, rank=self.rank, tag=f"{name}/control")
-        self.description = self._describe()
+        self._description: ModelDescription | None = None
+        self.refusal: DynaTrainError | None = None
+        try:
+            self._description = self._describe()
+        except DynaTrainError as error:
+            self.refusal = error
+            if self.rank == layout.ranks[0]:
+                logger.error("no switch of this job is possible: %s", error)
+
+    @property
+    def description(self) -> ModelDescription:
+        """The model, free of any layout.
+
+        Raises:
+            DynaTrainError: The model has a state that can't be moved; the same on every rank.
+        """
+        if self._description is None:
+            raise self.refusal or StateError("the model was not described", rank=self.rank)
+        return self._description
 
     def _describe(self) -> ModelDescription:
         """Describe the whole model from every rank's real objects, and check its placement on them; collective."""
@@ -137,6 +156,7 @@ class Switcher:
         before.parallel_state.destroy()
         before.chunks.clear()
         before.optimizer = None
+        teardown.release_trackers()
         teardown.collect()
         states.restore_gradients(self.world.chunks)
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_dynatrain.errors import VerificationError
 from megatron_dynatrain.mcore import optimizers
+from megatron_dynatrain.mcore.optimizers import SharedValues
 from megatron_dynatrain.mcore.states import LiveState
 from megatron_dynatrain.vps.digest import digest_box, digest_key
 from megatron_dynatrain.vps.placement import Piece, Placement
@@ -137,13 +138,20 @@ def check_casts(live: LiveState, *, rank: int) -> None:
             )
 
 
-def check_scalars(before: LiveState, after: LiveState, *, rank: int) -> None:
+def check_scalars(before: LiveState, after: LiveState, shared: SharedValues, *, rank: int) -> None:
     """Check step count, learning rates, weight decay and loss scale of the target's optimizer; local.
+
+    Args:
+        before: The source.
+        after: The target.
+        shared: What the ranks together had of groups and scaler before.
+        rank: Global rank, for the message.
 
     Raises:
         VerificationError: Names the value that changed.
     """
-    expected, got = optimizers.scalars(before.optimizer), optimizers.scalars(after.optimizer)
+    expected = shared.scalars() | {"step": optimizers.scalars(before.optimizer)["step"]}
+    got = optimizers.scalars(after.optimizer)
     for key in sorted(got):
         if key == "step" and not (before.runs and after.runs):
             continue  # a rank that owns nothing on one side counts nothing there

@@ -1,8 +1,9 @@
 """Megatron on CPU and gloo: everything that a process without a GPU needs before it imports Megatron.
 
 What: calls that name a CUDA device, stream, event or generator are answered by the CPU (`cpu_tensors`, `cpu_cuda_api`);
-gloo gets the collectives it lacks (`cpu_collectives`); two asserts of the modules without Transformer Engine are lifted
-(`cpu_modules`); `pretrain()` starts without a GPU (`cpu_training`).
+gloo gets the collectives it lacks (`cpu_collectives`); data loaders leave the random state alone (`cpu_data`); two
+asserts of the modules without Transformer Engine are lifted (`cpu_modules`); `pretrain()` starts without a GPU
+(`cpu_training`).
 Why: Megatron has no device abstraction; `torch.cuda.*` is called throughout. A `TorchFunctionMode` would be neater but
 is thread-local, and worlds are built in background threads, so the patches are global.
 Versions: megatron-core 0.19.x with torch 2.14.
@@ -18,7 +19,7 @@ import sys
 import torch
 
 from megatron_dynatrain.errors import StateError
-from megatron_dynatrain.patches import cpu_collectives, cpu_cuda_api, cpu_tensors
+from megatron_dynatrain.patches import cpu_collectives, cpu_cuda_api, cpu_data, cpu_tensors
 
 _installed = False
 
@@ -44,6 +45,7 @@ def install(*, force: bool = False) -> bool:
     cpu_tensors.install()
     cpu_cuda_api.install()
     cpu_collectives.install()
+    cpu_data.install()
     _installed = True
     install_megatron()
     return True

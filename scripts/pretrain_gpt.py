@@ -18,6 +18,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
@@ -55,6 +56,11 @@ def get_batch(data_iterator: Iterator[dict[str, Any]] | None, vp_stage: int | No
             key: sample[key].cuda(non_blocking=True) if sample.get(key) is not None else None for key in BATCH_KEYS
         }
     ignore_virtual = vp_stage is None
+    mtp = mtp_on_this_rank(
+        mtp_num_layers=args.mtp_num_layers,
+        ignore_virtual=ignore_virtual,
+        vp_stage=vp_stage,
+    )
     batch = get_batch_on_this_tp_rank(
         batch,
         has_cu_seqlens=False,
@@ -66,7 +72,7 @@ def get_batch(data_iterator: Iterator[dict[str, Any]] | None, vp_stage: int | No
         tp_rank=mpu.get_tensor_model_parallel_rank(),
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
-        mtp_on_this_rank=False,
+        mtp_on_this_rank=mtp,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(ignore_virtual=ignore_virtual, vp_stage=vp_stage),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(ignore_virtual=ignore_virtual, vp_stage=vp_stage),

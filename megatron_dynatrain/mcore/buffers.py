@@ -1,12 +1,20 @@
-"""What a switch does with each buffer of a model: the registry of states that are not parameters."""
+"""What a switch does with each buffer of a model: the registry of states that are not parameters.
+
+Router counters. A step counts tokens per expert on each rank; `finalize_model_grads` sums them over all ranks of the
+stage, updates `expert_bias` (or `qb_beta`) and empties the counters (`reset_model_temporary_tensors`). At an iteration
+boundary they are zero, and the rule is: **counters start at zero on every rank after a switch**, whatever they were.
+The totals of the global auxiliary loss are emptied there too, but they are sums over the whole stage, the same on all
+of its ranks, so they can be moved as they are, and are.
+"""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 
 import torch
 
-from megatron_dynatrain.errors import UnsupportedError
+from megatron_dynatrain.errors import UnsupportedError, VerificationError
 
 
 class BufferRule(enum.StrEnum):
@@ -18,25 +26,13 @@ class BufferRule(enum.StrEnum):
     """Its value is a function of the configuration, or zero at an iteration boundary: the target's own is right."""
 
 
-_REBUILT = frozenset(
-    (
-        # Router counters: Megatron empties them when it updates the bias at the end of a step.
-        "local_tokens_per_expert",
-        "qb_beta_accum",
-        "qb_beta_count",
-        # Tables of rotary positions.
-        "inv_freq",
-        "cos_cached",
-        "sin_cached",
-    )
-)
-_MOVED = frozenset(
-    (
-        # Running totals of the global auxiliary loss: they go on over steps.
-        "global_tokens_per_expert",
-        "ga_steps",
-    )
-)
+_COUNTERS = frozenset(("local_tokens_per_expert", "qb_beta_accum", "qb_beta_count"))
+"""Sums of one rank within one step."""
+_TABLES = frozenset(("inv_freq", "cos_cached", "sin_cached"))
+"""Tables of rotary positions."""
+_REBUILT = _COUNTERS | _TABLES
+_MOVED = frozenset(("global_tokens_per_expert", "ga_steps"))
+"""Buffers that are not in the state dict and are moved nevertheless."""
 
 
 def rule_of(name: str, buffer: torch.Tensor, *, persistent: bool, declared: bool) -> BufferRule:
@@ -63,3 +59,22 @@ def rule_of(name: str, buffer: torch.Tensor, *, persistent: bool, declared: bool
         got=f"{str(buffer.dtype).removeprefix('torch.')}{tuple(buffer.shape)}",
         hint="make it persistent, or add it to mcore/buffers.py with a test",
     )
+
+
+def check_counters(chunks: Sequence[torch.nn.Module], *, rank: int) -> None:
+    """Check that the counters of a target start at zero; local.
+
+    Raises:
+        VerificationError: Names the first that doesn't.
+    """
+    for chunk in chunks:
+        for name, buffer in chunk.named_buffers():
+            if name.rsplit(".", 1)[-1] in _COUNTERS and bool(buffer.count_nonzero()):
+                raise VerificationError(
+                    "a counter of the target doesn't start at zero",
+                    rank=rank,
+                    phase="verify",
+                    subject=name,
+                    expected="zeros, as at every iteration boundary",
+                    got=buffer.tolist(),
+                )

@@ -51,6 +51,7 @@ def named_tensors(chunks: Sequence[torch.nn.Module]) -> list[NamedTensor]:
     found: list[NamedTensor] = []
     for chunk, wrapped in enumerate(chunks):
         model = unwrap_model(wrapped)
+        _refuse_tied_mtp(model)
         declared = {
             item.data.data_ptr(): item
             for item in declared_tensors(model.sharded_state_dict())
@@ -69,6 +70,22 @@ def named_tensors(chunks: Sequence[torch.nn.Module]) -> list[NamedTensor]:
             found.append(NamedTensor(known.name, chunk, known.home, known.expert, parameter, item))
         found.extend(_buffers(model, chunk, names, declared))
     return found
+
+
+def _refuse_tied_mtp(model: torch.nn.Module) -> None:
+    """Refuse a multi-token-prediction stage that is not the first where embeddings are tied.
+
+    Megatron-Core 0.19 gives that stage an output weight that nothing uses or keeps equal to the embedding, and its
+    `sharded_state_dict` asserts that there is none, so that such a job can't be saved either.
+    """
+    tied = getattr(model, "share_embeddings_and_output_weights", False)
+    if tied and getattr(model, "mtp_process", False) and not getattr(model, "pre_process", True):
+        raise UnsupportedError(
+            "multi-token prediction with tied embeddings can't be on another stage than the embedding",
+            subject="--mtp-num-layers",
+            expected="pp 1, or --untie-embeddings-and-output-weights",
+            got=f"pp {model.config.pipeline_model_parallel_size} with tied embeddings",
+        )
 
 
 def _buffers(model: torch.nn.Module, chunk: int, names: Names, declared: dict[int, Declared]) -> Iterator[NamedTensor]:
@@ -190,7 +207,7 @@ def merge(per_rank: Sequence[Sequence[ParameterSpec]], facts: ModelFacts) -> Mod
     found = {name: spec for name, spec in found.items() if not _is_copy(spec, facts)}
     embedding = [spec for spec in found.values() if spec.home.where is Where.FIRST]
     layers = _in_module_order([s for s in found.values() if s.home.where is Where.LAYER], facts)
-    last = [spec for spec in found.values() if spec.home.where is Where.LAST]
+    last = _in_module_order([spec for spec in found.values() if spec.home.where is Where.LAST], facts)
     copies: list[ParameterSpec] = []
     if facts.mtp:
         copies = [replace(s, name=s.name + MTP_COPY, home=Home(Where.LAST_IF_SPLIT)) for s in embedding]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 
 from megatron_dynatrain.errors import StateError
 from megatron_dynatrain.mcore.states import distributed_optimizers
 
-_OF_LAYOUT = frozenset({"params", "is_expert_parallel"})
-"""Keys that follow the layout: experts are in the dense optimizer at ep 1 and in one of their own above."""
+_OF_LAYOUT = frozenset({"params", "is_expert_parallel", "step"})
+"""Keys that tell nothing of a group's identity: experts are in the dense optimizer at ep 1 and in one of their own
+above, and a checkpoint leaves a `step` in groups whose parameters have one each."""
 _MOVED = ("lr", "weight_decay")
 """Values of a parameter group that the scheduler changes during training; all others come from the configuration."""
 
@@ -22,71 +27,114 @@ def _identity(group: dict[str, object]) -> GroupIdentity:
     )
 
 
-def carry_groups(source: object, target: object, *, rank: int) -> None:
-    """Copy lr and weight decay of each parameter group to the group of the same identity; local.
+@dataclass
+class SharedValues:
+    """What all ranks know of an optimizer together: a rank alone may lack a parameter group that another one has.
 
-    Groups are matched by their settings (weight-decay class, lr multiplier, betas, eps), never by position: the number
-    of inner optimizers can differ between layouts, and with it the optimizer that a parameter belongs to.
+    A pipeline stage without an embedding has no group of the decoupled learning rate, a wholly frozen one has no
+    optimizer at all, and after the switch the rank may hold another stage.
 
-    Raises:
-        StateError: A target group that has no counterpart; names its settings.
+    Args:
+        groups: Group identity to its moved values.
+        scaler: State of the loss scaler; None without one.
     """
-    known = {}
-    for optimizer in distributed_optimizers(source):
-        for group in optimizer.optimizer.param_groups:
-            known[_identity(group)] = {key: group[key] for key in _MOVED}
-    for optimizer in distributed_optimizers(target):
-        for group in optimizer.optimizer.param_groups:
-            values = known.get(_identity(group))
-            if values is None:
+
+    groups: dict[GroupIdentity, dict[str, float]]
+    scaler: dict[str, Any] | None
+
+    @classmethod
+    def of(cls, optimizer: object) -> SharedValues:
+        """Return what this rank's optimizer has; local."""
+        inners = distributed_optimizers(optimizer)
+        groups = {
+            _identity(group): {key: group[key] for key in _MOVED}
+            for inner in inners
+            for group in inner.optimizer.param_groups
+        }
+        scalers = [inner.grad_scaler.state_dict() for inner in inners if inner.grad_scaler is not None]
+        return cls(groups, _cloned(scalers[0]) if scalers else None)
+
+    @classmethod
+    def merged(cls, parts: Iterable[SharedValues]) -> SharedValues:
+        """Return the union of what all ranks have; pure.
+
+        Raises:
+            StateError: Two ranks have other values of the same group or scaler.
+        """
+        groups: dict[GroupIdentity, dict[str, float]] = {}
+        scaler: dict[str, Any] | None = None
+        for part in parts:
+            for identity, values in part.groups.items():
+                _agree(readable(identity), groups.setdefault(identity, values), values)
+            if part.scaler is not None:
+                scaler = part.scaler if scaler is None else scaler
+                _agree("grad_scaler", _plain(scaler), _plain(part.scaler))
+        return cls(groups, scaler)
+
+    def carry(self, target: object, *, rank: int) -> None:
+        """Set lr and weight decay of each parameter group, and the loss scaler, of another optimizer; local.
+
+        Groups are matched by their settings (weight-decay class, lr multiplier, betas, eps), never by position: the
+        number of inner optimizers can differ between layouts, and with it the optimizer that a parameter belongs to.
+
+        Raises:
+            StateError: A target group that has no counterpart, by its settings, or a scaler on one side only.
+        """
+        for inner in distributed_optimizers(target):
+            for group in inner.optimizer.param_groups:
+                values = self.groups.get(_identity(group))
+                if values is None:
+                    raise StateError(
+                        "a parameter group of the target optimizer has no counterpart",
+                        rank=rank,
+                        subject=str(dict(_identity(group))),
+                        expected="one of " + "; ".join(str(dict(identity)) for identity in self.groups),
+                    )
+                group.update(values)
+            if (inner.grad_scaler is None) != (self.scaler is None):
                 raise StateError(
-                    "a parameter group of the target optimizer has no counterpart",
+                    "the loss scaler exists on one side only",
                     rank=rank,
-                    subject=str(dict(_identity(group))),
-                    expected=f"one of {len(known)} known groups",
+                    subject="grad_scaler",
+                    expected=self.scaler,
+                    got=inner.grad_scaler,
                 )
-            group.update(values)
+            if inner.grad_scaler is not None and self.scaler is not None:
+                inner.grad_scaler.load_state_dict(_cloned(self.scaler))
+
+    def scalars(self) -> dict[str, object]:
+        """Return all values as plain numbers, by the names of `scalars()`."""
+        result: dict[str, object] = {
+            f"{key} of {readable(identity)}": float(values[key])
+            for identity, values in self.groups.items()
+            for key in _MOVED
+        }
+        return result | {f"grad_scaler.{key}": value for key, value in _plain(self.scaler or {}).items()}
 
 
-def carry_scaler(source: object, target: object, *, rank: int) -> None:
-    """Copy the loss scaler (scale, growth and hysteresis trackers); local, equal on every rank.
-
-    Raises:
-        StateError: One optimizer has a scaler and the other has none.
-    """
-    before = [o.grad_scaler for o in distributed_optimizers(source)]
-    after = [o.grad_scaler for o in distributed_optimizers(target)]
-    states = [scaler.state_dict() for scaler in before if scaler is not None]
-    if bool(states) != any(scaler is not None for scaler in after):
+def _agree(subject: str, expected: object, got: object) -> None:
+    if expected != got:
         raise StateError(
-            "the loss scaler exists on one side only", rank=rank, subject="grad_scaler", expected=before, got=after
+            "the ranks have different values of the optimizer", subject=subject, expected=expected, got=got
         )
-    for scaler in after:
-        if scaler is not None:
-            scaler.load_state_dict(_cloned(states[0]))
 
 
-def _cloned(state: dict[str, object]) -> dict[str, object]:
+def _plain(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: float(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+
+
+def _cloned(state: dict[str, Any]) -> dict[str, Any]:
     return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
 
 
 def scalars(optimizer: object) -> dict[str, object]:
     """Return step, group values and scaler as plain numbers, for comparison and for messages; local."""
-    result: dict[str, object] = {}
-    for inner in distributed_optimizers(optimizer):
-        steps = sorted({float(s["step"]) for s in inner.optimizer.state.values() if "step" in s})
-        result.setdefault("step", set()).update(steps)  # type: ignore[attr-defined]
-        for group in inner.optimizer.param_groups:
-            for key in _MOVED:
-                result[f"{key} of {hash_free(_identity(group))}"] = float(group[key])
-        if inner.grad_scaler is not None:
-            for key, value in inner.grad_scaler.state_dict().items():
-                result[f"grad_scaler.{key}"] = float(value) if isinstance(value, torch.Tensor) else value
-    result["step"] = sorted(result.get("step", ()))  # type: ignore[call-overload]
-    return result
+    steps = {
+        float(s["step"]) for o in distributed_optimizers(optimizer) for s in o.optimizer.state.values() if "step" in s
+    }
+    return {"step": sorted(steps), **SharedValues.of(optimizer).scalars()}
 
 
-def hash_free(identity: GroupIdentity) -> str:
-    """Return a readable name of a parameter group that is the same in every process."""
-    short = {k: v for k, v in identity if k in ("wd_mult", "lr_mult", "is_decoupled_lr")}
-    return ", ".join(f"{key}={value}" for key, value in short.items()) or "all parameters"
+def readable(identity: GroupIdentity) -> str:
+    """Return a name of a parameter group for messages: its settings, those that are off left out."""
+    return ", ".join(f"{key}={value}" for key, value in identity if value not in ("None", "False"))

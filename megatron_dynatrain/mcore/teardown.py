@@ -12,6 +12,8 @@ import gc
 from collections.abc import Sequence
 
 import torch
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 _SHARD_LISTS = (
     "model_float16_groups",
@@ -67,6 +69,17 @@ def _clear_caches(kind: type) -> None:
         clear = getattr(getattr(kind, name, None), "cache_clear", None)
         if callable(clear):
             clear()
+
+
+def release_trackers() -> None:
+    """Empty Megatron's process-wide trackers of expert and multi-token-prediction metrics; local.
+
+    They keep process groups beside the figures. A pipeline stage without experts reduces over what it finds there, so a
+    group of the old world would fail or hang. The figures themselves are reported, and zero, once a step is logged.
+    """
+    get_moe_metrics_tracker()._metrics.clear()
+    for name in ("reduce_group", "avg_group"):
+        MTPLossLoggingHelper.tracker.pop(name, None)
 
 
 def collect() -> None:
