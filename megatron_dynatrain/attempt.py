@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_dynatrain.elastic.groups import WorldGroups, default_group
-from megatron_dynatrain.errors import StateError
+from megatron_dynatrain.errors import LayoutError, StateError
 from megatron_dynatrain.layout import ParallelLayout
 from megatron_dynatrain.mcore import buffers, states, teardown
 from megatron_dynatrain.mcore.build import untouched_random_streams
@@ -66,6 +66,7 @@ class Attempt:
         """Check, build the target without values, plan, and let all pairs agree; nothing of the source moves."""
         job = self._job
         with job.phase("prepare", "fit"):
+            _check_ranks(job.world.layout, self._layout)
             job.model_fits(self._layout)
             self._source = LiveState(job.world.chunks, job.world.optimizer, rank=self._rank)
             self._before = Placement(job.description, job.world.layout, self._source.buffer_policy())
@@ -247,6 +248,17 @@ class Attempt:
 
     def _deadline(self) -> Deadline:
         return Deadline(self._job.options.timeout)
+
+
+def _check_ranks(source: ParallelLayout, target: ParallelLayout) -> None:
+    if set(source.ranks) != set(target.ranks):
+        raise LayoutError(
+            "a switch can't change which ranks take part yet",
+            phase="prepare",
+            subject="ranks",
+            expected=f"ranks {sorted(source.ranks)}, in any order",
+            got=f"ranks {sorted(target.ranks)}: {target.describe()}",
+        )
 
 
 def _nbytes(memory: dict[str, torch.Tensor]) -> int:

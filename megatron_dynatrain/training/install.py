@@ -54,6 +54,8 @@ class Plugin:
         return add_dynamic_parallelism_args(self._add_arguments(parser))
 
     def _validated(self, args: Namespace, *rest: Any, **kwargs: Any) -> Any:
+        if validate_options(args).enabled:
+            refuse_unsupported(args)  # before Megatron: it stops at a bare assertion about some of these
         result = self._validate(args, *rest, **kwargs)
         self.check(args)
         return result

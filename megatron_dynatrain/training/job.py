@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from argparse import Namespace
@@ -14,6 +15,7 @@ from megatron.training import get_args, get_tensorboard_writer
 from megatron_dynatrain.errors import SwitchFailure
 from megatron_dynatrain.layout import ParallelLayout
 from megatron_dynatrain.mcore.follow import model_config, reset_microbatches
+from megatron_dynatrain.model_fit import check_model_fit
 from megatron_dynatrain.records import (
     SwitchRecord,
     append_record,
@@ -23,7 +25,7 @@ from megatron_dynatrain.records import (
 )
 from megatron_dynatrain.schedule.resolve import PlannedSwitch, Target
 from megatron_dynatrain.switch import Switcher, SwitchOptions, SwitchReport
-from megatron_dynatrain.training.arguments import DynamicOptions
+from megatron_dynatrain.training.arguments import DynamicOptions, model_sizes
 from megatron_dynatrain.training.builder import ModelBuilder
 from megatron_dynatrain.training.data import DataIterators, Provider, rebuild, stock_builder
 from megatron_dynatrain.training.world_args import ArgumentChange, values_for
@@ -93,6 +95,7 @@ class DynamicJob:
                 timeout=self.options.timeout_s,
                 seed=args.seed,
             ),
+            model_fits=_check_fit,
         )
 
     # --- when ---------------------------------------------------------------------------------------------------------
@@ -176,6 +179,17 @@ class DynamicJob:
                 writer.add_scalar(tag, value, iteration)
             for tag, text in tensorboard_text(record).items():
                 writer.add_text(tag, text, iteration)
+
+
+def _check_fit(layout: ParallelLayout) -> None:
+    """Refuse a layout that the job's model and batches don't fit; local, the target's arguments are live.
+
+    Raises:
+        LayoutError: The first misfit, by its flag.
+    """
+    args = get_args()
+    sizes = model_sizes(args, args.padded_vocab_size)
+    check_model_fit(layout, micro_batch_size=args.micro_batch_size, **dataclasses.asdict(sizes))
 
 
 def record_of(report: SwitchReport, *, trigger: str, iteration: int, stall_s: float) -> SwitchRecord:

@@ -144,19 +144,97 @@ def main_rounded(switcher: Switcher) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def stale_step(switcher: Switcher) -> Iterator[None]:
-    """Let the step count of one parameter be one behind, on one rank."""
-    from megatron_dynatrain.mcore.states import LiveState
+def _optimizer(
+    switcher: Switcher, spoil: Callable[[Any], None], *, note: Callable[[Any], None] | None = None
+) -> Iterator[None]:
+    """Spoil each inner optimizer of the target when all is carried, before it is verified; `note` sees it as built."""
+    build, on_phase = switcher.build, switcher.on_phase
+    built: list[Any] = []
 
-    stock = LiveState.create_moments
+    def build_and_keep(layout: Any) -> Any:
+        chunks, optimizer = build(layout)
+        built[:] = getattr(optimizer, "chained_optimizers", [optimizer])
+        for inner in built if note is not None else ():
+            note(inner)
+        return chunks, optimizer
 
-    def create_moments(self: LiveState, step: Any) -> None:
-        stock(self, step)
-        if switcher.rank == 1:
-            next(iter(self.runs.values())).state["step"] -= 1
+    def spoil_in_time(name: str) -> None:
+        on_phase(name)
+        for inner in built if name == "verify/digest" else ():
+            spoil(inner)
 
-    with mock.patch.object(LiveState, "create_moments", create_moments):
+    switcher.build, switcher.on_phase = build_and_keep, spoil_in_time
+    try:
         yield
+    finally:
+        switcher.build, switcher.on_phase = build, on_phase
+        built.clear()
+
+
+def stale_step(switcher: Switcher) -> AbstractContextManager[None]:
+    """Let the step count of one parameter be one behind, on one rank."""
+
+    def spoil(inner: Any) -> None:
+        if switcher.rank == 1:
+            next(iter(inner.optimizer.state.values()))["step"] -= 1
+
+    return _optimizer(switcher, spoil)
+
+
+def changed_lr(switcher: Switcher) -> AbstractContextManager[None]:
+    """Change the learning rate of the last parameter group by its lowest bits."""
+
+    def spoil(inner: Any) -> None:
+        inner.optimizer.param_groups[-1]["lr"] *= 1 + 2**-50
+
+    return _optimizer(switcher, spoil)
+
+
+def changed_weight_decay(switcher: Switcher) -> AbstractContextManager[None]:
+    """Give the first parameter group another weight decay."""
+
+    def spoil(inner: Any) -> None:
+        inner.optimizer.param_groups[0]["weight_decay"] += 0.5
+
+    return _optimizer(switcher, spoil)
+
+
+def groups_left_out(switcher: Switcher) -> AbstractContextManager[None]:
+    """Carry no value of a parameter group: the target has those of the configuration."""
+    values: list[float] = []
+
+    def note(inner: Any) -> None:
+        values.extend(group["lr"] for group in inner.optimizer.param_groups)
+
+    def spoil(inner: Any) -> None:
+        for group in inner.optimizer.param_groups:
+            group["lr"] = values.pop(0)
+
+    return _optimizer(switcher, spoil, note=note)
+
+
+def changed_scale(switcher: Switcher) -> AbstractContextManager[None]:
+    """Halve the loss scale on one rank."""
+
+    def spoil(inner: Any) -> None:
+        if switcher.rank == 1:
+            inner.grad_scaler._scale /= 2
+
+    return _optimizer(switcher, spoil)
+
+
+def scaler_left_out(switcher: Switcher) -> AbstractContextManager[None]:
+    """Carry no loss scaler: the target has a new one, which has counted no good step."""
+    states: list[dict[str, Any]] = []
+
+    def note(inner: Any) -> None:
+        state = inner.grad_scaler.state_dict()
+        states.append({key: getattr(value, "clone", lambda value=value: value)() for key, value in state.items()})
+
+    def spoil(inner: Any) -> None:
+        inner.grad_scaler.load_state_dict(states.pop(0))
+
+    return _optimizer(switcher, spoil, note=note)
 
 
 @contextmanager
@@ -164,7 +242,8 @@ def stream_off_by_one(switcher: Switcher) -> Iterator[None]:
     """Draw one number after the streams were set, on one rank; those that an abort sets again stay."""
     from megatron_dynatrain.mcore.random_streams import RandomStreams
 
-    stock, phases = RandomStreams.restore, []
+    stock: Any = RandomStreams.restore
+    phases: list[str] = []
 
     def restore(self: RandomStreams) -> None:
         import torch
@@ -179,64 +258,3 @@ def stream_off_by_one(switcher: Switcher) -> Iterator[None]:
             yield
     finally:
         switcher.on_phase = before
-
-
-@contextmanager
-def _carried(name: str, spoil: Callable[[Any], None]) -> Iterator[None]:
-    from megatron_dynatrain.mcore import optimizers
-
-    stock = getattr(optimizers, name)
-
-    def carry(source: Any, target: Any, **kwargs: Any) -> None:
-        stock(source, target, **kwargs)
-        for inner in optimizers.distributed_optimizers(target):
-            spoil(inner)
-
-    with mock.patch.object(optimizers, name, carry):
-        yield
-
-
-def changed_lr(switcher: Switcher) -> AbstractContextManager[None]:
-    """Change the learning rate of the last parameter group by its lowest bits."""
-
-    def spoil(inner: Any) -> None:
-        inner.optimizer.param_groups[-1]["lr"] *= 1 + 2**-50
-
-    return _carried("carry_groups", spoil)
-
-
-def changed_weight_decay(switcher: Switcher) -> AbstractContextManager[None]:
-    """Take the weight decay from the first parameter group."""
-
-    def spoil(inner: Any) -> None:
-        inner.optimizer.param_groups[0]["weight_decay"] += 0.5
-
-    return _carried("carry_groups", spoil)
-
-
-@contextmanager
-def groups_left_out(switcher: Switcher) -> Iterator[None]:
-    """Carry no value of a parameter group: the target starts with those of the configuration."""
-    from megatron_dynatrain.mcore import optimizers
-
-    with mock.patch.object(optimizers, "carry_groups", lambda source, target, *, rank: None):
-        yield
-
-
-def changed_scale(switcher: Switcher) -> AbstractContextManager[None]:
-    """Halve the loss scale on one rank."""
-
-    def spoil(inner: Any) -> None:
-        if switcher.rank == 1:
-            inner.grad_scaler._scale /= 2
-
-    return _carried("carry_scaler", spoil)
-
-
-@contextmanager
-def scaler_left_out(switcher: Switcher) -> Iterator[None]:
-    """Carry no loss scaler: the target starts with a new one."""
-    from megatron_dynatrain.mcore import optimizers
-
-    with mock.patch.object(optimizers, "carry_scaler", lambda source, target, *, rank: None):
-        yield
