@@ -22,7 +22,7 @@ from tests.ranks.context import RankContext
 from tests.ranks.independent_gather import LogicalState, gather
 
 MakeModel = Callable[[TransformerConfig], torch.nn.Module]
-OnBuilt = Callable[[list[torch.nn.Module], Any], None]
+OnEmpty = Callable[[list[torch.nn.Module], Any], None]
 SEED = 1234
 
 # Fused paths that need a GPU are off; so is dropout.
@@ -61,7 +61,9 @@ class CaseJob:
         options: Settings of the switches.
 
     Attributes:
-        on_built: Called with the chunks and the optimizer of every target, before anything is in them.
+        on_phase: Called with the name of each phase of a switch as it begins.
+        on_empty: Called with a target's chunks and optimizer when their memory is there, before anything is in it.
+        target: Chunks and optimizer of the last target that was built.
     """
 
     def __init__(
@@ -76,7 +78,9 @@ class CaseJob:
         options: SwitchOptions | None = None,
     ) -> None:
         self.rank = context.rank
-        self.on_built: OnBuilt = lambda *_: None
+        self.on_phase: Callable[[str], None] = lambda _: None
+        self.on_empty: OnEmpty = lambda *_: None
+        self.target: tuple[list[torch.nn.Module], Any] | None = None
         self._make_model = make_model
         self._shape = dict(shape)
         self._dtype = dtype
@@ -95,6 +99,7 @@ class CaseJob:
             build=self._build_target,
             options=options or SwitchOptions(timeout=30, seed=SEED),
         )
+        self.switcher.on_phase = self._phase_begins
 
     @property
     def chunks(self) -> list[torch.nn.Module]:
@@ -122,9 +127,14 @@ class CaseJob:
     # --- building -----------------------------------------------------------------------------------------------------
 
     def _build_target(self, layout: ParallelLayout) -> tuple[list[torch.nn.Module], Any]:
-        chunks, optimizer = self._build(layout, hollow=True)
-        self.on_built(chunks, optimizer)
-        return chunks, optimizer
+        self.target = self._build(layout, hollow=True)
+        return self.target
+
+    def _phase_begins(self, phase: str) -> None:
+        if phase == "transfer/bytes" and self.target is not None:
+            with torch.no_grad():
+                self.on_empty(*self.target)
+        self.on_phase(phase)
 
     def _build(self, layout: ParallelLayout, *, hollow: bool = False) -> tuple[list[torch.nn.Module], Any]:
         half = {"bf16": self._dtype == torch.bfloat16, "fp16": self._dtype == torch.float16}

@@ -45,27 +45,24 @@ def _switch(context: RankContext) -> dict[str, Any]:
         for name, item in job.owned().items():
             item.state["exp_avg"].fill_(_value(name) + 0.25)
             item.state["exp_avg_sq"].fill_(_value(name) + 0.5)
-    targets: list[Any] = []
-    job.on_built = lambda chunks, optimizer: targets.append((chunks, optimizer))
+    spoiled: list[int] = []
 
-    @torch.no_grad()
-    def spoil(phase: str) -> None:
-        if phase != "transfer/bytes":
-            return
-        chunks, optimizer = targets.pop()
+    def spoil(chunks: list[Any], optimizer: Any) -> None:
+        spoiled.append(len(list(chunks[0].parameters())))
         for parameter in chunks[0].parameters():
             parameter.fill_(math.nan)
         for item in owned_by(optimizer):
             item.state["exp_avg"].fill_(math.nan)
             item.state["exp_avg_sq"].fill_(math.nan)
 
-    job.switcher.on_phase = spoil
+    job.on_empty = spoil
     found: dict[str, Any] = {"held": [_held(job)], "states": [job.gather()]}
     for layout in stops:
         job.switch(layout)
-        assert not targets
         found["held"].append(_held(job))
         found["states"].append(job.gather())
+    assert len(spoiled) == len(stops)
+    assert min(spoiled) > 0
     return found
 
 

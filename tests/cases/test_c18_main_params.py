@@ -37,7 +37,7 @@ def _job(context: RankContext) -> Any:
         for item in owned_by(optimizer):
             item.main.data.fill_(WRONG)
 
-    job.on_built = wrong
+    job.on_empty = wrong
     job.step(0.0)  # makes the moments
     for name, parameter in job.parameters().items():
         parameter.data.fill_(values[name])
@@ -112,21 +112,18 @@ def _switch_with_stale(context: RankContext, copy: str, spoiled: int) -> dict[st
     from tests.cases.job import owned_by
 
     job = _job(context)
-    targets: list[Any] = []
-    wrong = job.on_built
-    job.on_built = lambda chunks, optimizer: (wrong(chunks, optimizer), targets.append((chunks, optimizer)))
 
     def stale(phase: str) -> None:
         if phase != "verify/digest" or context.rank != spoiled:
             return
-        (chunks, optimizer) = targets[0]
+        chunks, optimizer = job.target
         if copy == "param":
             dict(chunks[0].module.module.named_parameters())["first"].data.fill_(WRONG)
         else:
             for item in owned_by(optimizer):
                 item.main.data.fill_(WRONG)
 
-    job.switcher.on_phase = stale
+    job.on_phase = stale
     with pytest.raises(SwitchAborted) as aborted:
         job.switch(ParallelLayout(dp=4))
     return {"error": str(aborted.value), "layout": job.layout.describe()}

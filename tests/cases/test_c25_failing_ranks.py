@@ -53,7 +53,7 @@ def _attempt(context: RankContext, job: Any) -> dict[str, Any]:
         "outcome": failure.value.report.outcome,
         "same world": job.switcher.world is world and job.layout == BEFORE and _bits(job) == mine,
     }
-    job.switcher.on_phase = lambda _: None
+    job.on_phase = lambda _: None
     left = job.gather()
     report = job.switch(AFTER)
     now = job.gather()
@@ -79,7 +79,7 @@ def _raise_while_planning(context: RankContext) -> dict[str, Any]:
         if phase == "prepare/plan" and context.rank == 3:
             raise ValueError("bad plan")
 
-    job.switcher.on_phase = bad
+    job.on_phase = bad
     return _attempt(context, job)
 
 
@@ -94,7 +94,7 @@ def _sleep(context: RankContext, where: str) -> dict[str, Any]:
             while store.add("failed", 0) < WORLD - 1 and time.monotonic() < end:
                 time.sleep(0.05)
 
-    job.switcher.on_phase = slow
+    job.on_phase = slow
     switch = job.switcher.switch
 
     def counted(layout: ParallelLayout) -> Any:
