@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import json
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from megatron_dynatrain.errors import DynaTrainError
 from megatron_dynatrain.layout import ParallelLayout
+from megatron_dynatrain.recipes import CheckedPhase, check_recipe
 from megatron_dynatrain.schedule.check import ModelSizes, check_schedule, pinned_padded_vocab_size
+from megatron_dynatrain.schedule.clock import Clock, walk
 from megatron_dynatrain.schedule.problems import ScheduleProblemsError
+from megatron_dynatrain.schedule.recipe import build_recipe, is_recipe, load_recipe
 from megatron_dynatrain.schedule.resolve import PlannedSwitch, Target
-from megatron_dynatrain.schedule.schema import load_schedule
+from megatron_dynatrain.schedule.schema import build_schedule
+from megatron_dynatrain.schedule.source import read_source
 
 REFUSED = 1
 """Exit code of a command that was understood and refused, or failed."""
@@ -39,15 +47,16 @@ def _root() -> None:
 
 @app.command()
 def check(
-    schedule: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="The schedule, a YAML file.")],
-    world_size: Annotated[int, typer.Option(min=1, help="Ranks of the job.")],
-    num_layers: Annotated[int, typer.Option(min=1, help="Transformer layers.")],
-    hidden_size: Annotated[int, typer.Option(min=1, help="Width of the model.")],
-    num_attention_heads: Annotated[int, typer.Option(min=1, help="Attention heads.")],
-    global_batch_size: Annotated[int, typer.Option(min=1, help="Samples per iteration.")],
+    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A schedule or a recipe, a YAML file.")],
+    world_size: Annotated[int | None, typer.Option(min=1, help="Ranks of the job.")] = None,
+    num_layers: Annotated[int | None, typer.Option(min=1, help="Transformer layers.")] = None,
+    hidden_size: Annotated[int | None, typer.Option(min=1, help="Width of the model.")] = None,
+    num_attention_heads: Annotated[int | None, typer.Option(min=1, help="Attention heads.")] = None,
+    global_batch_size: Annotated[int | None, typer.Option(min=1, help="Samples per iteration at launch.")] = None,
     micro_batch_size: Annotated[int, typer.Option(min=1, help="Samples per micro-batch at launch.")] = 1,
     num_query_groups: Annotated[int | None, typer.Option(min=1, help="Key/value heads, with grouped queries.")] = None,
     ffn_hidden_size: Annotated[int | None, typer.Option(min=1, help="Width of the MLP; 4 x hidden.")] = None,
+    num_experts: Annotated[int | None, typer.Option(min=1, help="Routed experts of a layer, of a MoE.")] = None,
     seq_length: Annotated[int | None, typer.Option(min=1, help="Tokens per sample.")] = None,
     vocab_size: Annotated[int | None, typer.Option(min=1, help="Tokens of the vocabulary, unpadded.")] = None,
     make_vocab_size_divisible_by: Annotated[int, typer.Option(min=1, help="As Megatron's flag.")] = 128,
@@ -59,29 +68,40 @@ def check(
     start_iteration: Annotated[int, typer.Option(min=0, help="Of the checkpoint the job resumes from.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Check every switch of a schedule against a model and a world; the job itself does the same before it starts."""
+    """Check every switch against a model and a world; the job itself does the same before it starts.
+
+    The sizes of a schedule's job are given here, those of a recipe are among its flags.
+    """
     if train_iters is not None and train_samples is not None:
         raise typer.BadParameter("give either --train-iters or --train-samples")
-    try:
-        layout = ParallelLayout.for_world(world_size, tp=tp, pp=pp, sequence_parallel=sequence_parallel)
-        launch = Target(None, layout, micro_batch_size, "launch flags")
+    sizes = {
+        "num_layers": num_layers,
+        "hidden_size": hidden_size,
+        "num_attention_heads": num_attention_heads,
+        "global_batch_size": global_batch_size,
+    }
+    with _refusals(file, as_json):
+        source = read_source(file)
+        if is_recipe(source):
+            _only_a_file(world_size=world_size, **sizes)
+            _show_recipe(file, check_recipe(build_recipe(source)), as_json)
+            return
+        world, known = _all_given(world_size=world_size, **sizes)
+        layout = ParallelLayout.for_world(world, tp=tp, pp=pp, sequence_parallel=sequence_parallel)
+        launch = Target(None, layout, micro_batch_size, "launch flags", known["global_batch_size"])
         model = ModelSizes(
-            num_layers=num_layers,
-            hidden_size=hidden_size,
-            num_attention_heads=num_attention_heads,
+            **known,
             num_query_groups=num_query_groups,
             ffn_hidden_size=ffn_hidden_size,
+            num_experts=num_experts,
             seq_length=seq_length,
-            global_batch_size=global_batch_size,
         )
         planned = check_schedule(
-            load_schedule(schedule), model, launch, world_size, train_iters, train_samples, start_iteration
+            build_schedule(source), model, launch, world, train_iters, train_samples, start_iteration
         )
-    except DynaTrainError as error:
-        _show_refusal(schedule, error, as_json)
-        raise typer.Exit(REFUSED) from None
-    rows = [_row(switch, global_batch_size, start_iteration) for switch in planned]
-    rows.insert(0, _launch_row(launch, global_batch_size))
+    batch = known["global_batch_size"]
+    start = Clock(iteration=start_iteration, samples=start_iteration * batch, global_batch_size=batch)
+    rows = _rows(launch, planned, start)
     padded = None
     if vocab_size is not None:
         tps = [tp, *(switch.target.layout.tp for switch in planned)]
@@ -89,22 +109,56 @@ def check(
     if as_json:
         typer.echo(json.dumps({"ok": True, "padded_vocab_size": padded, "layouts": rows, "problems": []}, indent=2))
         return
-    _show_rows(schedule, rows, padded)
+    _show_rows(f"{file}: every switch fits", rows)
+    if padded is not None:
+        Console().print(f"vocabulary padded to {padded} rows under every layout", highlight=False)
 
 
-def _launch_row(launch: Target, global_batch_size: int) -> dict[str, Any]:
-    return {"iteration": None, "trigger": "launch", **_sizes(launch, global_batch_size)}
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
-def _row(switch: PlannedSwitch, global_batch_size: int, start_iteration: int) -> dict[str, Any]:
-    start_samples = start_iteration * global_batch_size
-    iteration = switch.trigger.boundary(start_iteration, start_samples, global_batch_size)
-    return {"iteration": iteration, "trigger": str(switch.trigger), **_sizes(switch.target, global_batch_size)}
+def _only_a_file(**sizes: int | None) -> None:
+    given = [_flag(name) for name, value in sizes.items() if value is not None]
+    if given:
+        raise typer.BadParameter(f"a recipe has its sizes among its own flags: leave out {', '.join(given)}")
 
 
-def _sizes(target: Target, global_batch_size: int) -> dict[str, Any]:
+def _all_given(*, world_size: int | None, **sizes: int | None) -> tuple[int, dict[str, int]]:
+    """Return the sizes that a schedule can't be checked without."""
+    known = {name: value for name, value in sizes.items() if value is not None}
+    if world_size is None or len(known) < len(sizes):
+        missing = [_flag(name) for name in sizes if name not in known]
+        missing += ["--world-size"] if world_size is None else []
+        raise typer.BadParameter(f"a schedule says nothing of its job: give {', '.join(missing)}")
+    return world_size, known
+
+
+@contextmanager
+def _refusals(file: Path, as_json: bool) -> Iterator[None]:
+    """Show what is refused inside the block, and exit."""
+    try:
+        yield
+    except DynaTrainError as error:
+        _show_refusal(file, error, as_json)
+        raise typer.Exit(REFUSED) from None
+
+
+def _rows(launch: Target, planned: Sequence[PlannedSwitch], start: Clock | None) -> list[dict[str, Any]]:
+    """Return launch and switches as JSON values; without a start nobody knows the iteration of an `at_samples`."""
+    rows = [{"iteration": None, "trigger": "launch", **_sizes(launch)}]
+    clocks = [None] * len(planned) if start is None else walk(start, planned)
+    for switch, clock in zip(planned, clocks, strict=True):
+        iteration = switch.trigger.value if switch.trigger.kind == "at_iteration" else None
+        iteration = iteration if clock is None else clock.iteration
+        rows.append({"iteration": iteration, "trigger": str(switch.trigger), **_sizes(switch.target)})
+    return rows
+
+
+def _sizes(target: Target) -> dict[str, Any]:
     """Return what a reader wants to know of a layout, as JSON values."""
     layout = target.layout
+    batch = target.global_batch_size or 0
     return {
         "name": target.name,
         "layout": layout.describe(),
@@ -113,22 +167,72 @@ def _sizes(target: Target, global_batch_size: int) -> dict[str, Any]:
         "dp": layout.dp,
         "sequence_parallel": layout.sequence_parallel,
         "micro_batch_size": target.micro_batch_size,
-        "micro_batches": global_batch_size // (target.micro_batch_size * layout.dp),
+        "global_batch_size": batch,
+        "micro_batches": batch // (target.micro_batch_size * layout.dp),
         "where": target.where,
     }
 
 
-def _show_rows(schedule: Path, rows: list[dict[str, Any]], padded: int | None) -> None:
-    table = Table(title=Text(f"{schedule}: every switch fits"), title_justify="left")
-    for heading in ("iteration", "trigger", "name", "layout", "micro-batch", "per step"):
-        table.add_column(heading, no_wrap=True, justify="left" if heading in ("trigger", "name", "layout") else "right")
+def _show_recipe(file: Path, phases: Sequence[CheckedPhase], as_json: bool) -> None:
+    shown = []
+    for phase in phases:
+        batch = phase.global_batch_size
+        start = Clock(iteration=0, samples=0, global_batch_size=batch) if phase.starts_anew else None
+        shown.append((phase.phase.name, _rows(phase.launch, phase.switches, start)))
+    if as_json:
+        found = [{"name": name, "layouts": rows} for name, rows in shown]
+        typer.echo(json.dumps({"ok": True, "phases": found, "problems": []}, indent=2))
+        return
+    for name, rows in shown:
+        _show_rows(f"{file}, phase {name}: every switch fits", rows)
+
+
+@app.command()
+def unpack(
+    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A recipe.")],
+    output: Annotated[Path, typer.Option(file_okay=False, help="Directory to write to.")],
+    as_json: Json = False,
+) -> None:
+    """Write each phase of a recipe as PHASE.args, the flags of its launch, and PHASE.yaml, its schedule."""
+    with _refusals(file, as_json):
+        recipe = load_recipe(file)
+        check_recipe(recipe)
+    output.mkdir(parents=True, exist_ok=True)
+    written = []
+    for phase in recipe.phases:
+        schedule, flags = output / f"{phase.name}.yaml", output / f"{phase.name}.args"
+        schedule.write_text(yaml.safe_dump(phase.schedule.source.data, sort_keys=False), encoding="utf-8")
+        words = [*phase.words(), "--dynamic-parallelism", "--dynamic-parallelism-schedule", str(schedule)]
+        flags.write_text(shlex.join(words).replace(" --", "\n--") + "\n", encoding="utf-8")
+        written.append({"name": phase.name, "flags": str(flags), "schedule": str(schedule)})
+    if as_json:
+        typer.echo(json.dumps({"ok": True, "phases": written, "problems": []}, indent=2))
+        return
+    for files in written:
+        typer.echo(f"{files['name']}: {files['flags']}, {files['schedule']}")
+
+
+_COLUMNS = {
+    "iteration": "after\niteration",
+    "trigger": "trigger",
+    "name": "name",
+    "layout": "layout",
+    "global_batch_size": "global\nbatch",
+    "micro_batch_size": "micro\nbatch",
+    "micro_batches": "per\nrank",
+}
+"""Keys of a row that are shown, with their headings."""
+
+
+def _show_rows(title: str, rows: Sequence[dict[str, Any]]) -> None:
+    table = Table()
+    for key, heading in _COLUMNS.items():
+        table.add_column(heading, justify="left" if key in ("trigger", "name", "layout") else "right")
     for row in rows:
-        keys = ("iteration", "trigger", "name", "layout", "micro_batch_size", "micro_batches")
-        table.add_row(*(Text("" if row[key] is None else str(row[key])) for key in keys))
+        table.add_row(*(Text("" if row[key] is None else str(row[key])) for key in _COLUMNS))
     console = Console()
+    console.print(Text(title, style="italic"), soft_wrap=True)
     console.print(table)
-    if padded is not None:
-        console.print(f"vocabulary padded to {padded} rows under every layout", highlight=False)
 
 
 def _show_refusal(schedule: Path, error: DynaTrainError, as_json: bool) -> None:

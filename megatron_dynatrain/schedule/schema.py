@@ -17,11 +17,13 @@ from megatron_dynatrain.schedule.triggers import Trigger
 Size = Annotated[int, Field(ge=1)]
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """A mapping of a file, with these keys and no others, and no conversion of types."""
+
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
-class LayoutSpec(_Strict):
+class LayoutSpec(Strict):
     """The sizes a layout names; `model_fields_set` tells which. `null` means: off, as if never given."""
 
     tp: Size = 1
@@ -57,13 +59,13 @@ def _form(value: object) -> str | None:
     return "inline" if isinstance(value, dict) else None
 
 
-class _SwitchFile(_Strict):
+class _SwitchFile(Strict):
     at_iteration: Size | None = None
     at_samples: Size | None = None
     to: Annotated[Annotated[str, Tag("name")] | Annotated[LayoutSpec, Tag("inline")], Discriminator(_form)]
 
 
-class _ScheduleFile(_Strict):
+class _ScheduleFile(Strict):
     version: Literal[1]
     layouts: dict[str, LayoutSpec] = Field(default_factory=dict)
     switches: Annotated[list[_SwitchFile], Field(min_length=1)]
@@ -109,15 +111,16 @@ def load_schedule(path: str | FilePath) -> Schedule:
     Raises:
         ScheduleError: With all that is wrong, each with file, line, key, expected and got.
     """
-    return _build(read_source(path))
+    return build_schedule(read_source(path))
 
 
 def parse_schedule(text: str, file: str = "<schedule>") -> Schedule:
     """Validate a schedule given as text; see load_schedule."""
-    return _build(parse_source(text, file))
+    return build_schedule(parse_source(text, file))
 
 
-def _build(source: Source) -> Schedule:
+def build_schedule(source: Source) -> Schedule:
+    """Validate a schedule that was read; see load_schedule."""
     problems = list(source.problems)
     parsed = None
     try:

@@ -38,6 +38,7 @@ class Source:
         key_lines: Line of each mapping key, from 1, by path.
         value_lines: Line of each value, from 1, by path.
         problems: Duplicate keys and values YAML itself refuses, in file order.
+        prefix: Where the document stands in its file, for one that is a part of another.
     """
 
     file: str
@@ -45,6 +46,15 @@ class Source:
     key_lines: Mapping[Path, int] = field(default_factory=dict)
     value_lines: Mapping[Path, int] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
+    prefix: Path = ()
+
+    def part(self, path: Path, data: object) -> Source:
+        """Return the document at a path as one of its own, with the places it has in the whole file."""
+
+        def below(lines: Mapping[Path, int]) -> dict[Path, int]:
+            return {key[len(path) :]: line for key, line in lines.items() if key[: len(path)] == path}
+
+        return Source(self.file, data, below(self.key_lines), below(self.value_lines), prefix=(*self.prefix, *path))
 
     def line(self, path: Path) -> int:
         """Return the line of a key, of a list item, or of the nearest parent that is in the file."""
@@ -70,7 +80,7 @@ class Source:
             message=message,
             file=self.file,
             line=self.line(path),
-            key=show_path(path),
+            key=show_path((*self.prefix, *path)),
             expected=expected,
             got=got,
             hint=hint,

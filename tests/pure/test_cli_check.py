@@ -33,9 +33,9 @@ def test_a_schedule_that_fits_is_shown_as_a_table(tmp_path: Path) -> None:
     assert "every switch fits" in result.stdout
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.stdout.splitlines() if "│" in line]
     assert rows == [
-        ["", "launch", "", "dp4", "1", "2"],
-        ["5", "at_iteration: 5", "wide", "tp2 dp2", "1", "4"],
-        ["11", "at_samples: 81", "", "tp2 pp2", "2", "4"],
+        ["", "launch", "", "dp4", "8", "1", "2"],
+        ["5", "at_iteration: 5", "wide", "tp2 dp2", "8", "1", "4"],
+        ["11", "at_samples: 81", "", "tp2 pp2", "8", "2", "4"],
     ]
     assert "vocabulary padded to 256 rows under every layout" in result.stdout
 
@@ -57,6 +57,7 @@ def test_json_has_every_layout_and_nothing_else_is_printed(tmp_path: Path) -> No
         "dp": 1,
         "sequence_parallel": False,
         "micro_batch_size": 2,
+        "global_batch_size": 8,
         "micro_batches": 4,
         "where": f"{tmp_path}/s.yaml:6",
     }
@@ -102,6 +103,25 @@ def test_wrong_usage_exits_with_2(tmp_path: Path, options: str) -> None:
 def test_a_file_that_is_not_there_is_wrong_usage(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["check", str(tmp_path / "none.yaml"), *SIZES.split()])
     assert result.exit_code == 2
+
+
+def test_a_schedule_without_the_sizes_of_its_job_is_wrong_usage(tmp_path: Path) -> None:
+    (tmp_path / "s.yaml").write_text(GOOD)
+    result = CliRunner().invoke(app, ["check", str(tmp_path / "s.yaml"), "--num-layers", "4"])
+    assert result.exit_code == 2
+    assert "--hidden-size" in result.stderr
+    assert "--world-size" in result.stderr
+    assert "--num-layers" not in result.stderr.split("give")[1]
+
+
+def test_boundaries_follow_the_batch_size(tmp_path: Path) -> None:
+    text = GOOD.replace("{tp: 2}", "{tp: 2, global_batch_size: 16}")
+    rows = json.loads(run(tmp_path, text, "--json").stdout)["layouts"]
+    assert [(row["iteration"], row["global_batch_size"], row["micro_batches"]) for row in rows] == [
+        (None, 8, 2),
+        (5, 16, 8),
+        (8, 16, 8),  # 40 samples after 5, 88 after 8
+    ]
 
 
 def test_sequence_parallel_at_launch_ends_with_tp(tmp_path: Path) -> None:
