@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -211,7 +212,13 @@ def plot(switched: Losses, unchanged: Losses, switches: Sequence[Mapping[str, An
     layouts = [switches[0]["from"], *(record["to"] for record in switches)] if switches else []
     for layout, left, right in zip(layouts, borders, borders[1:], strict=False):
         above.text(
-            (left + right) / 2, 1.02, layout, ha="center", color="tab:blue", transform=above.get_xaxis_transform()
+            (left + right) / 2,
+            1.02,
+            textwrap.fill(layout, 90 // len(layouts)),
+            ha="center",
+            fontsize=9,
+            color="tab:blue",
+            transform=above.get_xaxis_transform(),
         )
     above.set_ylabel("lm loss")
     below.set_ylabel("relative difference")

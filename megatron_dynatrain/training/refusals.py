@@ -110,12 +110,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "weights sharded over more ranks than tensor parallelism has are not modelled",
         "drop --tensor-parallel-num-weight-shards",
     ),
-    _set(
-        "--moe-router-topk-limited-devices",
-        "moe_router_topk_limited_devices",
-        "the routing groups follow the expert-parallel size, so the model would change with the layout",
-        "use --moe-router-num-groups and --moe-router-group-topk",
-    ),
     _set("--mtp-num-layers", "mtp_num_layers", _MODEL),
     _set("--experimental-attention-variant", "experimental_attention_variant", _MODEL),
     _set("--hybrid-layer-pattern", "hybrid_layer_pattern", _MODEL),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from demo import ROOT, SideFailedError, log_excerpt, read_flags, run_side, side_command, side_environment
+from demo import ROOT, SideFailedError, demo_files, log_excerpt, read_flags, run_side, side_command, side_environment
 
 LINE = "iteration {0:8d}/       3 | consumed samples: 8 | lm loss: {1:.6E} | loss scale: 1.0 |"
 
@@ -26,8 +26,18 @@ def test_flags_are_split_without_comments(tmp_path: Path) -> None:
     assert read_flags(tmp_path / "flags") == ["--one", "1", "--two", "--three", "a b"]
 
 
-def test_both_runs_have_the_same_flags_but_for_the_plugin(tmp_path: Path) -> None:
-    flags = read_flags(ROOT / "configs" / "models" / "demo.args")
+@pytest.mark.parametrize(("name", "output"), [("demo", "demo-out"), ("demo_moe", "demo-moe-out")])
+def test_a_demo_is_named_by_its_files(name: str, output: str) -> None:
+    files = demo_files(name)
+    assert files.flags.is_file()
+    assert files.schedule.is_file()
+    assert files.output == ROOT / output
+    assert f"/{output}/" in (ROOT / ".gitignore").read_text().split()
+
+
+@pytest.mark.parametrize("name", ["demo", "demo_moe"])
+def test_both_runs_have_the_same_flags_but_for_the_plugin(name: str, tmp_path: Path) -> None:
+    flags = read_flags(demo_files(name).flags)
     with_plugin = side_command(flags, tmp_path / "corpus", tmp_path, tmp_path / "schedule.yaml")
     without = side_command(flags, tmp_path / "corpus", tmp_path, None)
     assert with_plugin[: len(without)] == without

@@ -22,7 +22,7 @@ from megatron_dynatrain.schedule.resolve import Target, resolve
 from megatron_dynatrain.schedule.schema import load_schedule
 
 ROOT = Path(__file__).resolve().parents[2]
-TARGETS = ("bootstrap", "demo", "test", "lint", "bench", "soak")
+TARGETS = ("bootstrap", "demo", "demo-moe", "test", "lint", "bench", "soak")
 
 
 def assigned(name: str) -> object:
@@ -220,3 +220,20 @@ def test_demo_schedule_visits_the_layouts_it_promises() -> None:
     sizes = [(layout.tp, layout.pp, layout.dp, layout.sequence_parallel) for layout in layouts]
     assert sizes == [(1, 2, 2, False), (1, 1, 4, False), (2, 2, 1, True), (2, 1, 2, False)]
     assert layouts[-1] == launch.layout
+
+
+def test_moe_demo_schedule_visits_the_layouts_it_promises() -> None:
+    schedule = load_schedule(ROOT / "configs" / "schedules" / "demo_moe.yaml")
+    start = ParallelLayout.for_world(4, ep=4, etp=1)
+    layouts = [switch.target.layout for switch in resolve(schedule, Target(None, start, 2, "launch flags"), 4)]
+    sizes = [(layout.tp, layout.cp, layout.ep, layout.etp, layout.pp, layout.vpp, layout.dp) for layout in layouts]
+    assert sizes == [
+        (2, 1, 2, 2, 1, None, 2),  # ep4 -> ep2 etp2
+        (1, 1, 2, 1, 2, None, 2),  # tp -> pp
+        (1, 1, 2, 1, 2, 2, 2),
+        (1, 1, 2, 1, 2, None, 2),
+        (1, 1, 1, 1, 1, None, 4),
+        (1, 2, 4, 1, 1, None, 2),  # dp -> cp
+        (1, 1, 4, 1, 1, None, 4),
+    ]
+    assert layouts[-1] == start
