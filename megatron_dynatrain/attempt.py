@@ -24,7 +24,7 @@ from megatron_dynatrain.transport.execute import run_plan
 from megatron_dynatrain.transport.torch_p2p import TorchTransport, agree_on_pairs
 from megatron_dynatrain.verify import DigestTable, check_casts, check_scalars
 from megatron_dynatrain.vps.placement import Placement
-from megatron_dynatrain.vps.tensor import StateKind
+from megatron_dynatrain.vps.tensor import ModelDescription, StateKind
 
 if TYPE_CHECKING:
     from megatron_dynatrain.switch import Switcher
@@ -42,6 +42,7 @@ class Attempt:
 
     Attributes:
         moved: Whether bytes may have moved: a failure is then an abort and not a refusal.
+        description: The model as the target has it.
     """
 
     def __init__(self, job: Switcher, layout: ParallelLayout, report: SwitchReport) -> None:
@@ -55,6 +56,7 @@ class Attempt:
         self._transfer_groups: WorldGroups = job.groups("transfer", union)
         self._parallel_state: ParallelState | None = None
         self._transport: TorchTransport | None = None
+        self._host_group: object = None
         self._chunks: list[torch.nn.Module] = []
         self._optimizer: object = None
         self._skip: tuple[StateKind, ...] = ()
@@ -69,7 +71,9 @@ class Attempt:
             _check_ranks(job.world.layout, self._layout)
             job.model_fits(self._layout)
             self._source = LiveState(job.world.chunks, job.world.optimizer, rank=self._rank)
-            self._before = Placement(job.description, job.world.layout, self._source.buffer_policy())
+            self.description = job.description_at(self._layout)
+            self._real_only = self.description.padded_rows != job.description.padded_rows
+            self._before = self._place(job.description, job.world.layout, self._source)
         step = self._step_of_the_job()
         parts = job.gather("optimizer", SharedValues.of(self._source.optimizer))
         self._shared = SharedValues.merged(part for _, part in sorted(parts.items()))
@@ -84,7 +88,7 @@ class Attempt:
             self._target = LiveState(self._chunks, self._optimizer, rank=self._rank)
             if moments:
                 self._target.create_moments(step)
-            self._after = Placement(job.description, self._layout, self._target.buffer_policy())
+            self._after = self._place(self.description, self._layout, self._target)
             self._target.check(self._after, moments=moments)
             self._plan = self._route(self._before, self._after)
         with job.phase("prepare", "pairs"):
@@ -112,7 +116,7 @@ class Attempt:
 
     def _choose_memory(self) -> None:
         options = self._job.options
-        after = Placement(self._job.description, self._layout, self._source.buffer_policy())
+        after = self._place(self.description, self._layout, self._source)
         need = MemoryNeed.of(self._before, after, self._rank, staging=options.budget.bytes)
         self._report.memory_mode = choose_mode(options.memory, need, limit=options.memory_limit, rank=self._rank)
 
@@ -127,6 +131,9 @@ class Attempt:
         with self._parallel_state.active(), default_group(self._groups.group()), untouched_random_streams():
             self._chunks, self._optimizer = self._job.build(self._layout)
         states.release_gradients(self._chunks)
+
+    def _place(self, description: ModelDescription, layout: ParallelLayout, live: LiveState) -> Placement:
+        return Placement(description, layout, live.buffer_policy(), real_only=self._real_only)
 
     def _route(self, before: Placement, after: Placement) -> RankPlan:
         return plan_rank(before, after, self._rank, budget=self._job.options.budget, skip_states=self._skip)
@@ -153,6 +160,7 @@ class Attempt:
         job = self._job
         self.moved = True
         with job.phase("transfer", "bytes"), torch.no_grad():
+            self._clear_padding()
             run_plan(
                 self._plan,
                 self._memory(self._source),
@@ -163,6 +171,17 @@ class Attempt:
             )
         with job.phase("transfer", "scalars"):
             self._shared.carry(self._target.optimizer, rank=self._rank)
+
+    def _clear_padding(self) -> None:
+        """Fill the target's tables of the vocabulary with zeros, where only their real rows are moved; local."""
+        if not self._real_only:
+            return
+        specs = self.description.parameters
+        tables = {spec.name for spec in specs if any(segment.real_rows is not None for segment in spec.segments)}
+        memory = self._memory(self._target)
+        for slab in self._after.slabs(self._rank):
+            if slab.parameter in tables and slab.name in memory:
+                memory[slab.name].zero_()
 
     def verify(self) -> None:
         """Prove that the target holds what the source holds; after this every rank commits."""
@@ -203,10 +222,16 @@ class Attempt:
         scratch = {name: torch.empty_like(flat) for name, flat in memory.items()}
         plan = self._route(self._after, self._before)
         run_plan(plan, self._memory(self._target), scratch, self._transport, deadline=self._deadline())
-        for name, flat in memory.items():
-            if not torch.equal(flat.view(torch.uint8), scratch[name].view(torch.uint8)):
+        for piece in self._before.pieces(self._rank):
+            if piece.state in self._skip:
+                continue
+            sent, back = (of[piece.slab][piece.offset :][: piece.box.numel] for of in (memory, scratch))
+            if not torch.equal(sent.view(torch.uint8), back.view(torch.uint8)):
                 raise StateError(
-                    "state came back from the target with other bits", rank=self._rank, phase="verify", subject=name
+                    "state came back from the target with other bits",
+                    rank=self._rank,
+                    phase="verify",
+                    subject=piece.slab,
                 )
 
     # --- the end ------------------------------------------------------------------------------------------------------
@@ -225,6 +250,7 @@ class Attempt:
         """Destroy the groups of the transfer; local. Ranks that still wait in one of them fail at once."""
         if self._transport is not None:
             self._transport.close()
+        self._host_group = None
         self._transfer_groups.destroy()
 
     def abort(self) -> None:

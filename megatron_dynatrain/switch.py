@@ -24,13 +24,13 @@ from megatron_dynatrain.mcore import states, teardown
 from megatron_dynatrain.mcore.describe import describe_local, facts_of, merge
 from megatron_dynatrain.mcore.parallel_state import ParallelState
 from megatron_dynatrain.mcore.states import LiveState
-from megatron_dynatrain.switch_types import BuildTarget, SwitchOptions, SwitchReport, World
+from megatron_dynatrain.switch_types import BuildTarget, SwitchOptions, SwitchReport, Vocabulary, World
 from megatron_dynatrain.vps.placement import Placement
 from megatron_dynatrain.vps.tensor import ModelDescription
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["SwitchOptions", "SwitchReport", "Switcher", "World"]
+__all__ = ["SwitchOptions", "SwitchReport", "Switcher", "Vocabulary", "World"]
 
 
 class Switcher:
@@ -47,6 +47,8 @@ class Switcher:
         store: Store that all ranks share; the default group's where None.
         name: Name of the job on that store, unique per Switcher of a process group.
         model_fits: Refuses a layout that the model can't take, by raising a DynaTrainError; the same on every rank.
+        vocabulary: The vocabulary, where `build` pads it differently for different layouts; None where every layout
+            has tables of the same size.
 
     Attributes:
         world: The current world.
@@ -67,6 +69,7 @@ class Switcher:
         store: dist.Store | None = None,
         name: str = "dynatrain",
         model_fits: Callable[[ParallelLayout], None] | None = None,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
         self.options = options or SwitchOptions()
         self.rank = dist.get_rank()
@@ -79,6 +82,7 @@ class Switcher:
         self.on_phase: Callable[[str], None] = _nothing
         self.build = build
         self.model_fits = model_fits or _nothing
+        self.vocabulary = vocabulary
         self._attempts = 0
         self._control = ControlPlane(self.store, ranks=layout.ranks, rank=self.rank, tag=f"{name}/control")
         self._description: ModelDescription | None = None
@@ -101,12 +105,19 @@ class Switcher:
             raise self.refusal or StateError("the model was not described", rank=self.rank)
         return self._description
 
+    def description_at(self, layout: ParallelLayout) -> ModelDescription:
+        """Return the model as `build` makes it for a layout: its tables of the vocabulary may have other rows; pure."""
+        if self.vocabulary is None:
+            return self.description
+        return self.description.padded_to(self.vocabulary.padded(layout))
+
     def _describe(self) -> ModelDescription:
         """Describe the whole model from every rank's real objects, and check its placement on them; collective."""
         world = self.world
         local: Any = None
         with self.phase("check", "describe"):
-            local = describe_local(world.chunks, world.layout)
+            real_rows = self.vocabulary.size if self.vocabulary is not None else None
+            local = describe_local(world.chunks, world.layout, real_rows=real_rows)
         specs = [part for _, part in sorted(self.gather("specs", local, phase="check").items())]
         with self.phase("check", "placement"):
             description = merge(specs, facts_of(world.chunks))
@@ -150,6 +161,7 @@ class Switcher:
             same_as_launch = self.world.layout.ranks == self._launch_order
             make_default(self._launch_group if same_as_launch else attempt.world_group())
         self.committed += 1
+        self._description = attempt.description
         attempt.release_transport()
         teardown.release_optimizer(before.optimizer)
         teardown.release_model(before.chunks)

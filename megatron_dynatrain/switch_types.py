@@ -19,6 +19,22 @@ The function wraps the making of modules in `mcore.build.hollow_build()`. Collec
 """
 
 
+@dataclass(frozen=True)
+class Vocabulary:
+    """How many rows of the vocabulary's tables are data, and how many `build` makes of them.
+
+    Where two layouts pad differently, only the real rows are moved and compared, and the padding rows of the target are
+    zeros in all states. Where they pad alike, padding is carried like data, so that losses don't change.
+
+    Args:
+        size: Rows that are data.
+        padded: Rows of the tables that `build` makes for a layout; pure, the same on every rank.
+    """
+
+    size: int
+    padded: Callable[[ParallelLayout], int]
+
+
 @dataclass(frozen=True, kw_only=True)
 class SwitchOptions:
     """Settings of all switches of a job, equal on every rank.

@@ -60,7 +60,7 @@ class DigestTable:
     ) -> DigestTable:
         """Digest this rank's state; local, reads every byte of it once."""
         skipped = frozenset(skip)
-        shapes = {s.key: s.shape for spec in placement.description.parameters for s in spec.segments}
+        shapes = placement.shapes()
         sums: dict[Key, int] = {}
         for piece in placement.pieces(rank):
             if piece.state not in skipped:

@@ -100,20 +100,30 @@ def _buffers(model: torch.nn.Module, chunk: int, names: Names, declared: dict[in
             yield NamedTensor(known.name, chunk, known.home, known.expert, buffer, item, is_buffer=True)
 
 
-def describe_local(chunks: Sequence[torch.nn.Module], layout: ParallelLayout) -> list[ParameterSpec]:
+def describe_local(
+    chunks: Sequence[torch.nn.Module], layout: ParallelLayout, *, real_rows: int | None = None
+) -> list[ParameterSpec]:
     """Return the specs of this rank's parameters and buffers in module order; local, equal on equal ranks.
+
+    Args:
+        chunks: The model chunks.
+        layout: Their layout.
+        real_rows: Rows of the vocabulary that are data; None where padding is to be seen as data too.
 
     Raises:
         PlacementError: A parameter's attributes and its declared sharding disagree; names both.
         UnsupportedError: A fused parameter whose parts are not understood, by name.
     """
-    return [_spec(item, layout) for item in named_tensors(chunks)]
+    return [_spec(item, layout, real_rows) for item in named_tensors(chunks)]
 
 
-def _spec(item: NamedTensor, layout: ParallelLayout) -> ParameterSpec:
+def _spec(item: NamedTensor, layout: ParallelLayout, real_rows: int | None) -> ParameterSpec:
+    segments = _segments(item, layout)
+    if getattr(item.declared, "allow_shape_mismatch", False):  # what Megatron pads to fit the layout
+        segments = tuple(replace(segment, real_rows=real_rows) for segment in segments)
     return ParameterSpec(
         name=item.name,
-        segments=_segments(item, layout),
+        segments=segments,
         home=item.home,
         dtype=dtype_name(item.tensor.dtype),
         trainable=item.trainable,

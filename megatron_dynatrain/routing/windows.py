@@ -14,7 +14,7 @@ from megatron_dynatrain.routing.estimate import minimum_received_bytes
 from megatron_dynatrain.routing.items import PieceIndex, items_of
 from megatron_dynatrain.routing.moves import Move, NodeOf, clip, route
 from megatron_dynatrain.vps.placement import Placement
-from megatron_dynatrain.vps.tensor import StateKind
+from megatron_dynatrain.vps.tensor import ModelDescription, StateKind
 
 __all__ = ["PairSummary", "RankPlan", "Summary", "Window", "WindowBudget", "check_pairs", "plan_all", "plan_rank"]
 
@@ -184,14 +184,13 @@ class _Planner:
         node_of: NodeOf | None,
         skip_states: Collection[StateKind],
     ) -> None:
-        if source.description != target.description:
-            raise PlanError("the source and target placements are of different models", phase="prepare")
+        description = _common_description(source, target)
         self.ranks = tuple(sorted({*source.layout.ranks, *target.layout.ranks}))
         self._source, self._target = PieceIndex(source), PieceIndex(target)
         self._budget = budget or WindowBudget()
         self._node_of = node_of
         self._skip_states = frozenset(skip_states)
-        items = items_of(source.description, self._skip_states)
+        items = items_of(description, self._skip_states)
         self._windows = cut_windows(items, source, target, self._budget)
 
     def plan(self, ranks: Sequence[int]) -> tuple[RankPlan, ...]:
@@ -226,6 +225,28 @@ class _Planner:
         sources = clip(self._source.held(part.item), part.region)
         targets = clip(self._target.held(part.item), part.region)
         return route(part.item, sources, targets, turn=part.turn, node_of=self._node_of)
+
+
+def _common_description(source: Placement, target: Placement) -> ModelDescription:
+    """Return the model that both placements are of, with the larger of two paddings of the vocabulary.
+
+    Raises:
+        PlanError: They are of different models, or padding that differs is among the pieces.
+    """
+    here, there = source.description, target.description
+    rows = {number for model in (here, there) if (number := model.padded_rows) is not None}
+    if len(rows) == 2:
+        if not (source.real_only and target.real_only):
+            raise PlanError(
+                "the layouts pad the vocabulary differently, so padding rows have no source",
+                phase="prepare",
+                expected="placements of the real rows only",
+                got=f"{here.padded_rows} and {there.padded_rows} rows",
+            )
+        here, there = here.padded_to(max(rows)), there.padded_to(max(rows))
+    if here != there:
+        raise PlanError("the source and target placements are of different models", phase="prepare")
+    return here
 
 
 def _by_rank(

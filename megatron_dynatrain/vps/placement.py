@@ -9,7 +9,7 @@ from megatron_dynatrain.layout import ParallelLayout
 from megatron_dynatrain.vps.flat_buffer import BufferPolicy, FlatBuffer, run_of, stage_buffers
 from megatron_dynatrain.vps.homes import Homes, local_box, local_numel, parts_of
 from megatron_dynatrain.vps.region import Box, cut_flat_run
-from megatron_dynatrain.vps.tensor import ModelDescription, ParameterSpec, StateKind
+from megatron_dynatrain.vps.tensor import ModelDescription, ParameterSpec, Segment, StateKind
 
 WHOLE = (StateKind.PARAM, StateKind.BUFFER)
 """States that every data-parallel rank holds whole; the distributed optimizer shards the others."""
@@ -97,23 +97,36 @@ class Placement:
         description: The model.
         layout: The layout.
         policy: How Megatron lays parameters out in buffers.
+        real_only: Whether pieces leave out padding rows of the vocabulary, because another layout has more or less of
+            them. Slabs and buffers have them anyway.
 
     Raises:
         LayoutError: The model doesn't fit the layout; some misfits show only when a rank is asked for.
     """
 
     def __init__(
-        self, description: ModelDescription, layout: ParallelLayout, policy: BufferPolicy | None = None
+        self,
+        description: ModelDescription,
+        layout: ParallelLayout,
+        policy: BufferPolicy | None = None,
+        *,
+        real_only: bool = False,
     ) -> None:
         self.description = description
         self.layout = layout
         self.policy = policy or BufferPolicy()
+        self.real_only = real_only
         self._homes = Homes(description, layout)
         self._buffers: dict[tuple[int, int], tuple[FlatBuffer, ...]] = {}
         self._parts: dict[_PartKey, _Part] = {}
         self._keys: dict[int, tuple[_PartKey, ...]] = {}
         self._pieces: dict[int, tuple[Piece, ...]] = {}
         self._holders: dict[tuple[int, int | None], tuple[int, ...]] = {}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every logical tensor as its pieces cover it, by key."""
+        segments = (segment for spec in self.description.parameters for segment in spec.segments)
+        return {s.key: _data_shape(s) if self.real_only else s.shape for s in segments}
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """Return all pieces of a rank: first what it holds whole, then the optimizer's."""
@@ -216,14 +229,20 @@ class Placement:
             yield Slab(name, run[1] - run[0], dtype, spec.name, state, chunk, run)
 
     def _pieces_of(self, spec: ParameterSpec, chunk: int, run: tuple[int, int], key: _PartKey) -> Iterator[Piece]:
-        boxes = tuple(cut_parameter(spec, parts_of(spec, self.layout), key.tp, run))
+        boxes = tuple(cut_parameter(spec, parts_of(spec, self.layout), key.tp, run, real_only=self.real_only))
         for state, dtype in self._states(spec, key.shard is None):
             slab = slab_name(state, chunk, spec.name)
             for tensor, box, offset in boxes:
                 yield Piece(tensor, state, box, slab, offset, dtype)
 
 
-def cut_parameter(spec: ParameterSpec, parts: int, index: int, run: tuple[int, int]) -> Iterator[tuple[str, Box, int]]:
+def _data_shape(segment: Segment) -> tuple[int, ...]:
+    return segment.shape if segment.real_rows is None else (segment.real_rows, *segment.shape[1:])
+
+
+def cut_parameter(
+    spec: ParameterSpec, parts: int, index: int, run: tuple[int, int], *, real_only: bool = False
+) -> Iterator[tuple[str, Box, int]]:
     """Cut the run `[a, b)` of a flat local parameter into boxes of its logical tensors.
 
     Args:
@@ -231,6 +250,7 @@ def cut_parameter(spec: ParameterSpec, parts: int, index: int, run: tuple[int, i
         parts: Tensor-parallel ranks that split it.
         index: Which of them this is.
         run: The part of the local memory, in elements.
+        real_only: Whether padding rows of the vocabulary are left out.
 
     Yields:
         Key of the logical tensor, box in global coordinates, and where it starts in the run, in elements.
@@ -240,7 +260,13 @@ def cut_parameter(spec: ParameterSpec, parts: int, index: int, run: tuple[int, i
     for segment in spec.segments:
         local = local_box(segment, parts, index)
         low, high = max(start - base, 0), min(stop - base, local.numel)
+        data = Box.whole(_data_shape(segment)) if real_only else None
         if low < high:
-            for box, offset in cut_flat_run(local.shape, low, high):
-                yield segment.key, box.shift(local.lo), base + low + offset - start
+            for flat_box, offset in cut_flat_run(local.shape, low, high):
+                box: Box | None = flat_box.shift(local.lo)
+                # Rows are the outermost dim: what is left of a box still begins where the box begins.
+                if data is not None and box is not None:
+                    box = box.intersect(data)
+                if box is not None:
+                    yield segment.key, box, base + low + offset - start
         base += local.numel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 ITEMSIZE = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "uint8": 1}
 """Bytes per element by dtype name (`str(torch.dtype)` without the `torch.` prefix)."""
@@ -60,13 +60,18 @@ class Segment:
         key: Layout-free key of the logical tensor, unique in the model (tied copies share it).
         shape: Global canonical shape, in elements, padding included.
         shard_dim: Canonical dim that tensor parallelism splits evenly; None where every tp rank holds all of it.
+        real_rows: Rows of dim 0 that are data, where the others are padding whose number follows the layout (a table
+            of the vocabulary); None where all of the shape is data.
     """
 
     key: str
     shape: tuple[int, ...]
     shard_dim: int | None = None
+    real_rows: int | None = None
 
     def __post_init__(self) -> None:
+        if self.real_rows is not None and not 0 < self.real_rows <= self.shape[0]:
+            raise ValueError(f"{self.key}: {self.real_rows} real rows in a table of shape {self.shape}")
         if self.shard_dim is not None and not 0 <= self.shard_dim < len(self.shape):
             raise ValueError(f"{self.key}: shard_dim {self.shard_dim} is not a dim of shape {self.shape}")
 
@@ -135,6 +140,19 @@ class ModelDescription:
                 if logical.setdefault(segment.key, (segment, spec.dtype)) != (segment, spec.dtype):
                     raise ValueError(f"{spec.name}: another parameter describes {segment.key} in another way")
 
+    @property
+    def padded_rows(self) -> int | None:
+        """Rows of the tables of the vocabulary, padding included; None where no real rows are told apart."""
+        return next((s.shape[0] for spec in self.parameters for s in spec.segments if s.real_rows is not None), None)
+
+    def padded_to(self, rows: int) -> ModelDescription:
+        """Return the same model with tables of the vocabulary that have this number of rows."""
+        parameters = tuple(
+            replace(spec, segments=tuple(_padded(segment, rows) for segment in spec.segments))
+            for spec in self.parameters
+        )
+        return replace(self, parameters=parameters)
+
     def states_of(self, spec: ParameterSpec) -> tuple[tuple[StateKind, str], ...]:
         """Return the states kept for a parameter, as (kind, dtype name), in a fixed order."""
         if spec.is_buffer:
@@ -145,3 +163,7 @@ class ModelDescription:
                 states.append((StateKind.MAIN, self.main_dtype))
             states.extend(self.moment_dtypes)
         return tuple(states)
+
+
+def _padded(segment: Segment, rows: int) -> Segment:
+    return segment if segment.real_rows is None else replace(segment, shape=(rows, *segment.shape[1:]))

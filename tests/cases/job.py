@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_dynatrain.layout import ParallelLayout
 from megatron_dynatrain.mcore.build import hollow_build
 from megatron_dynatrain.switch import Switcher, SwitchOptions
-from megatron_dynatrain.switch_types import SwitchReport
+from megatron_dynatrain.switch_types import SwitchReport, Vocabulary
 from tests.ranks.context import RankContext
 from tests.ranks.independent_gather import LogicalState, gather
 
@@ -59,6 +59,7 @@ class CaseJob:
         dtype: Dtype of the model's parameters.
         optimizer: Fields of Megatron's OptimizerConfig.
         options: Settings of the switches.
+        vocabulary: Where `make_model` pads the vocabulary by the layout.
 
     Attributes:
         on_phase: Called with the name of each phase of a switch as it begins.
@@ -76,6 +77,7 @@ class CaseJob:
         dtype: torch.dtype = torch.float32,
         optimizer: Mapping[str, Any] | None = None,
         options: SwitchOptions | None = None,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
         self.rank = context.rank
         self.on_phase: Callable[[str], None] = lambda _: None
@@ -98,6 +100,7 @@ class CaseJob:
             optimizer=optimizer_,
             build=self._build_target,
             options=options or SwitchOptions(timeout=30, seed=SEED),
+            vocabulary=vocabulary,
         )
         self.switcher.on_phase = self._phase_begins
 
