@@ -102,6 +102,8 @@ class CaseJob:
             options=options or SwitchOptions(timeout=30, seed=SEED),
             vocabulary=vocabulary,
         )
+        if self.switcher.refusal is not None:
+            raise self.switcher.refusal
         self.switcher.on_phase = self._phase_begins
 
     @property

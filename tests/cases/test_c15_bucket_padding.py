@@ -35,7 +35,7 @@ def _buffer(context: RankContext) -> dict[str, Any]:
     from tests.cases.models import BARE_SHAPE, bare
 
     shapes = {name: ((size,), None) for name, size in MODULE_ORDER}
-    # The Switcher checks the predicted placement of the main parameters against these objects when it is made.
+    # A new Switcher checks the predicted placement of the main parameters against these objects; the job raises.
     job = CaseJob(context, ParallelLayout(dp=context.world), bare(**shapes), shape=BARE_SHAPE, dtype=torch.bfloat16)
     (buffer,) = job.chunks[0].buffers
     names = {parameter: name for name, parameter in job.parameters().items()}

@@ -38,7 +38,7 @@ def _job(context: RankContext) -> Any:
 
 
 def _attempt(context: RankContext, job: Any) -> dict[str, Any]:
-    """Try the switch that fails, look at what is left, take the fault away, switch in the same processes, and step."""
+    """Try the switch that fails, look at what is left and step on; then take the fault away and switch after all."""
     from megatron_dynatrain.errors import SwitchFailure
 
     world, before, mine = job.switcher.world, job.gather(), _bits(job)
@@ -55,12 +55,14 @@ def _attempt(context: RankContext, job: Any) -> dict[str, Any]:
     }
     job.on_phase = lambda _: None
     left = job.gather()
+    found["steps"] = [job.step(1.0)[0]]
+    stepped = job.gather()
     report = job.switch(AFTER)
     now = job.gather()
     if before is not None:
-        found["differences"] = [before.differences(left), before.differences(now)]
+        found["differences"] = [before.differences(left), stepped.differences(now)]
     found["retry"] = (report.outcome, job.layout.describe())
-    found["step"] = job.step(1.0)[0]
+    found["steps"].append(job.step(1.0)[0])
     return found
 
 
@@ -112,7 +114,7 @@ def _check(found: list[dict[str, Any]]) -> None:
     for record in found:
         assert record["same world"]
         assert record["retry"] == ("committed", "tp4 dp2")
-        assert record["step"]
+        assert record["steps"] == [True, True]
     assert found[0]["differences"] == [[], []]
 
 
