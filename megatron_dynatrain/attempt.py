@@ -11,6 +11,7 @@ from megatron_dynatrain.errors import LayoutError, StateError
 from megatron_dynatrain.layout import ParallelLayout
 from megatron_dynatrain.mcore import buffers, states, teardown
 from megatron_dynatrain.mcore.build import untouched_random_streams
+from megatron_dynatrain.mcore.inner_optimizers import Step
 from megatron_dynatrain.mcore.optimizers import SharedValues
 from megatron_dynatrain.mcore.parallel_state import ParallelState
 from megatron_dynatrain.mcore.random_streams import RandomStreams
@@ -97,10 +98,10 @@ class Attempt:
             self._target.realize()
         self._add_totals()
 
-    def _step_of_the_job(self) -> torch.Tensor | None:
+    def _step_of_the_job(self) -> Step | None:
         """Return the job's one step count, in the optimizer's own type; None before the first step."""
         template = self._source.step_template()
-        kept = None if template is None else template.detach().clone()
+        kept = template.detach().clone() if isinstance(template, torch.Tensor) else template
         gathered = self._job.gather("step", (sorted(self._source.steps()), kept))
         distinct = sorted({step for steps, _ in gathered.values() for step in steps})
         if len(distinct) > 1:
@@ -112,7 +113,7 @@ class Attempt:
                 got=distinct,
                 hint="an optimizer that counts differently per parameter can't be switched",
             )
-        return next((tensor for _, tensor in gathered.values() if tensor is not None), None)
+        return next((step for _, step in gathered.values() if step is not None), None)
 
     def _choose_memory(self) -> None:
         options = self._job.options

@@ -21,7 +21,7 @@ from megatron_dynatrain.elastic.groups import WorldGroups, make_default
 from megatron_dynatrain.errors import DynaTrainError, StateError, SwitchAborted, SwitchRefused
 from megatron_dynatrain.layout import ParallelLayout
 from megatron_dynatrain.mcore import states, teardown
-from megatron_dynatrain.mcore.describe import describe_local, facts_of, merge
+from megatron_dynatrain.mcore.describe import describe_local, facts_of, merge, with_state_dtypes
 from megatron_dynatrain.mcore.parallel_state import ParallelState
 from megatron_dynatrain.mcore.states import LiveState
 from megatron_dynatrain.switch_types import BuildTarget, SwitchOptions, SwitchReport, Vocabulary, World
@@ -117,11 +117,12 @@ class Switcher:
         local: Any = None
         with self.phase("check", "describe"):
             real_rows = self.vocabulary.size if self.vocabulary is not None else None
-            local = describe_local(world.chunks, world.layout, real_rows=real_rows)
-        specs = [part for _, part in sorted(self.gather("specs", local, phase="check").items())]
-        with self.phase("check", "placement"):
-            description = merge(specs, facts_of(world.chunks))
             live = LiveState(world.chunks, world.optimizer, rank=self.rank)
+            local = describe_local(world.chunks, world.layout, real_rows=real_rows), live.state_dtypes()
+        parts = [part for _, part in sorted(self.gather("specs", local, phase="check").items())]
+        with self.phase("check", "placement"):
+            description = merge([specs for specs, _ in parts], facts_of(world.chunks))
+            description = with_state_dtypes(description, [dtypes for _, dtypes in parts])
             live.check(Placement(description, world.layout, live.buffer_policy()), moments=bool(live.steps()))
         return description
 

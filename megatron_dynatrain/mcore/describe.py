@@ -14,7 +14,7 @@ from megatron_dynatrain.layout import ParallelLayout
 from megatron_dynatrain.mcore.buffers import BufferRule, rule_of
 from megatron_dynatrain.mcore.fused import Declared, declared_tensors, segments_of
 from megatron_dynatrain.mcore.names import MTP_COPY, TIED_OUTPUT, Names
-from megatron_dynatrain.vps.tensor import Home, ModelDescription, ParameterSpec, Segment, Where
+from megatron_dynatrain.vps.tensor import Home, ModelDescription, ParameterSpec, Segment, StateKind, Where
 
 __all__ = ["NamedTensor", "describe_local", "dtype_name", "facts_of", "merge", "named_tensors", "total_elements"]
 
@@ -231,6 +231,34 @@ def merge(per_rank: Sequence[Sequence[ParameterSpec]], facts: ModelFacts) -> Mod
         num_layers=facts.num_layers,
         num_experts=facts.num_experts,
     )
+
+
+def with_state_dtypes(
+    description: ModelDescription, per_rank: Sequence[tuple[dict[str, str], str] | None]
+) -> ModelDescription:
+    """Return the description with the dtypes in which the optimizers store moments and main parameters; pure.
+
+    Args:
+        description: The model.
+        per_rank: What each rank's optimizer says (`LiveState.state_dtypes`).
+
+    Raises:
+        PlacementError: Two ranks store them differently.
+    """
+    said = [dtypes for dtypes in per_rank if dtypes is not None]
+    for dtypes in said:
+        if dtypes != said[0]:
+            raise PlacementError(
+                "two ranks store optimizer states in different dtypes",
+                subject="optimizer states",
+                expected=said[0],
+                got=dtypes,
+            )
+    if not said:
+        return description
+    moments, main = said[0]
+    kinds = tuple((StateKind(name), dtype) for name, dtype in moments.items())
+    return replace(description, moment_dtypes=kinds, main_dtype=main)
 
 
 def _is_copy(spec: ParameterSpec, facts: ModelFacts) -> bool:

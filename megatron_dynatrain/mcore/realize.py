@@ -12,8 +12,7 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_dynatrain.mcore.build import is_hollow
-
-_STATE_TENSORS = ("exp_avg", "exp_avg_sq")
+from megatron_dynatrain.mcore.inner_optimizers import realize_inner
 
 
 def buffers_of(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, Any]]:
@@ -59,10 +58,7 @@ def _realize_optimizer(optimizer: DistributedOptimizer) -> None:
         for main in mains:
             if main is not None and is_hollow(main):
                 main.data = torch.empty_like(main, memory_format=torch.contiguous_format)
-    for state in optimizer.optimizer.state.values():
-        for name in _STATE_TENSORS:
-            if is_hollow(state.get(name)):
-                state[name] = torch.empty_like(state[name], memory_format=torch.contiguous_format)
+    realize_inner(optimizer)
 
 
 def realize_gradients(chunks: Sequence[torch.nn.Module]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -12,13 +11,13 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron_dynatrain.errors import PlacementError, StateError, UnsupportedError
 from megatron_dynatrain.mcore.build import is_hollow
 from megatron_dynatrain.mcore.describe import NamedTensor, dtype_name, named_tensors
+from megatron_dynatrain.mcore.inner_optimizers import MOMENTS, OwnedRun, Step, check_known, state_dtypes
 from megatron_dynatrain.mcore.realize import buffers_of, realize_gradients, realize_state
 from megatron_dynatrain.vps.flat_buffer import BufferPolicy
 from megatron_dynatrain.vps.placement import Placement, slab_name
 from megatron_dynatrain.vps.tensor import StateKind
 
-MOMENTS = (StateKind.EXP_AVG, StateKind.EXP_AVG_SQ)
-_KNOWN_STATES = frozenset({"step", *(kind.value for kind in MOMENTS)})
+__all__ = ["MOMENTS", "LiveState", "OwnedRun", "distributed_optimizers"]
 
 
 def distributed_optimizers(optimizer: object) -> list[DistributedOptimizer]:
@@ -37,29 +36,9 @@ def distributed_optimizers(optimizer: object) -> list[DistributedOptimizer]:
             )
         if inner.is_stub_optimizer:
             continue
-        if type(inner.optimizer) not in (torch.optim.Adam, torch.optim.AdamW):  # a subclass may keep more than they do
-            raise UnsupportedError(
-                "the inner optimizer is not one whose states are known",
-                subject=type(inner.optimizer).__name__,
-                expected="torch.optim.Adam or torch.optim.AdamW",
-            )
+        check_known(inner)
         found.append(inner)
     return found
-
-
-@dataclass(frozen=True)
-class OwnedRun:
-    """The part of one parameter whose optimizer state this rank keeps: `[start, stop)` of the flat local parameter."""
-
-    optimizer: DistributedOptimizer
-    main: torch.Tensor
-    start: int
-    stop: int
-
-    @property
-    def state(self) -> dict[str, torch.Tensor]:
-        """The inner optimizer's state of this run (live, not a copy)."""
-        return self.optimizer.optimizer.state[self.main]
 
 
 def owned_runs(optimizer: object) -> dict[torch.nn.Parameter, OwnedRun]:
@@ -68,8 +47,8 @@ def owned_runs(optimizer: object) -> dict[torch.nn.Parameter, OwnedRun]:
     for inner in distributed_optimizers(optimizer):
         for parameter, (group, order) in inner.model_param_group_index_map.items():
             span = inner._get_model_param_range_map(parameter)["param"]
-            main = inner.optimizer.param_groups[group]["params"][order]
-            runs[parameter] = OwnedRun(inner, main, span.start, span.end)
+            settings = inner.optimizer.param_groups[group]
+            runs[parameter] = OwnedRun(inner, settings, settings["params"][order], span.start, span.end)
     return runs
 
 
@@ -105,28 +84,23 @@ class LiveState:
 
     def steps(self) -> set[float]:
         """Return the distinct optimizer step counts on this rank (one in a healthy job, none before the first step)."""
-        return {float(run.state["step"]) for run in self.runs.values() if "step" in run.state}
+        return {float(run.step) for run in self.runs.values() if run.step is not None}
 
-    def step_template(self) -> torch.Tensor | None:
-        """Return one `step` entry, whose type and dtype the target must keep; None where there is none."""
+    def step_template(self) -> Step | None:
+        """Return one step count, whose type and dtype the target must keep; None where there is none."""
+        return next((run.step for run in self.runs.values() if run.step is not None), None)
+
+    def create_moments(self, step: Step | None) -> None:
+        """Make the optimizer's state entries without values: the transfer fills them; `step` is set. Local."""
         for run in self.runs.values():
-            if "step" in run.state:
-                return run.state["step"]
+            run.create(step)
+
+    def state_dtypes(self) -> tuple[dict[str, str], str] | None:
+        """Return the stored dtypes of the moments by name and that of a separate main parameter; None without runs."""
+        for run in self.runs.values():
+            dtypes = {name: dtype_name(dtype) for name, dtype in state_dtypes(run.optimizer, run.main.dtype).items()}
+            return dtypes, dtypes.pop("master_param", "float32")
         return None
-
-    def create_moments(self, step: torch.Tensor | None) -> None:
-        """Make the optimizer's state entries without values: the moments are filled by the transfer.
-
-        Args:
-            step: Step count to start from, copied per parameter: one shared tensor would count once per parameter.
-        """
-        for run in self.runs.values():
-            state = run.optimizer.optimizer.state[run.main]
-            state.clear()
-            if step is not None:
-                state["step"] = step.detach().clone()
-            for kind in MOMENTS:
-                state[kind.value] = _like(run.main)
 
     def realize(self) -> None:
         """Give storage to parameters, main parameters and moments of a world that was built hollow; local."""
@@ -151,25 +125,25 @@ class LiveState:
     def _owned(
         self, item: NamedTensor, run: OwnedRun, flat: torch.Tensor, moments: bool
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        main = run.main.detach().view(-1)
-        if not _is_view(main, flat, run.start):
+        main = run.main_param()
+        if main is not None and not _is_view(main.detach().view(-1), flat, run.start):
             if flat.dtype == torch.float32:
                 raise StateError(
                     "a float32 parameter has a main parameter of its own, which is not understood",
                     rank=self.rank,
                     subject=item.name,
                 )
-            yield slab_name(StateKind.MAIN, item.chunk, item.name), main
+            yield slab_name(StateKind.MAIN, item.chunk, item.name), main.detach().view(-1)
         state = run.state
         if not moments and not state:
             return
-        unknown, missing = sorted(set(state) - _KNOWN_STATES), sorted(_KNOWN_STATES - set(state))
+        unknown, missing = sorted(set(state) - run.known), sorted(run.known - set(state))
         if unknown or missing:
             raise StateError(
                 "the optimizer's states are not the ones in the list",
                 rank=self.rank,
                 subject=f"{item.name}: {', '.join([*missing, *unknown])}",
-                expected=sorted(_KNOWN_STATES),
+                expected=sorted(run.known),
                 got=sorted(state),
                 hint="an unlisted state would be lost by a switch, a missing one would be made of zeros",
             )
@@ -245,13 +219,6 @@ def _is_view(main: torch.Tensor, flat: torch.Tensor, start: int) -> bool:
     """Return whether the optimizer's shard shares the model parameter's memory at its place."""
     offset = 0 if is_hollow(flat) else start * flat.element_size()
     return main.dtype == flat.dtype and main.data_ptr() == flat.data_ptr() + offset
-
-
-def _like(main: torch.Tensor) -> torch.Tensor:
-    """Return a new tensor like a main parameter, hollow where that is."""
-    if is_hollow(main):
-        return torch.empty((), dtype=main.dtype, device=main.device).expand(main.shape)
-    return torch.empty_like(main, memory_format=torch.contiguous_format)
 
 
 def gradient_bytes(chunks: Sequence[torch.nn.Module]) -> int:
