@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from tests.ranks.pretrain import PretrainRun
 
 STATES = ("param", "main", "exp_avg", "exp_avg_sq")
+_FROZEN = "frozen"
+"""Beside the states: which elements have no optimizer states."""
+_MANY = np.iinfo(np.int32).max
 _MOST_SHOWN = 4
 
 
@@ -90,6 +93,11 @@ def _assemble(parts: Sequence[_Part], steps: set[float]) -> LogicalState:
             wrong[f"{part.key} {part.state}"] = int(unequal.sum())
         whole[held] = local[held]
         count[held] += 1
+    frozen = {key: counts.pop((key, _FROZEN)) > 0 for key, state in tuple(counts) if state == _FROZEN}
+    bits = {name: whole for name, whole in bits.items() if name in counts}
+    for (key, state), count in counts.items():
+        if state in STATES[1:] and key in frozen:
+            count[frozen[key]] = _MANY  # nobody keeps optimizer states of them
     missing = {" ".join(name): int((count == 0).sum()) for name, count in counts.items() if (count == 0).any()}
     assert not wrong, f"replicas differ (elements by state): {dict(list(wrong.items())[:_MOST_SHOWN])}"
     assert not missing, f"held by no rank (elements by state): {dict(list(missing.items())[:_MOST_SHOWN])}"
@@ -97,12 +105,16 @@ def _assemble(parts: Sequence[_Part], steps: set[float]) -> LogicalState:
 
 
 def _local(chunks: Sequence[Any], optimizer: Any) -> tuple[list[_Part], set[float]]:
+    import torch
+
     inner = getattr(optimizer, "chained_optimizers", [optimizer])
-    owner = {parameter: one for one in inner for parameter in one.model_param_group_index_map}
+    owner = {p: one for one in inner if not one.is_stub_optimizer for p in one.model_param_group_index_map}
     parts: list[_Part] = []
     steps: set[float] = set()
     for parameter, declared in _declared(chunks):
         runs = {"param": (0, parameter.numel(), _bits(parameter))}
+        if isinstance(parameter, torch.nn.Parameter) and not parameter.requires_grad:
+            runs[_FROZEN] = (0, parameter.numel(), np.zeros(parameter.numel(), np.uint16))
         one = owner.get(parameter)
         if one is not None:
             run = one._get_model_param_range_map(parameter)["param"]
