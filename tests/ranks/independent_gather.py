@@ -16,7 +16,7 @@ import numpy as np
 if TYPE_CHECKING:
     from tests.ranks.pretrain import PretrainRun
 
-STATES = ("param", "main", "exp_avg", "exp_avg_sq")
+STATES = ("param", "main", "exp_avg", "exp_avg_sq")  # of a parameter; a buffer has the one state "buffer"
 _FROZEN = "frozen"
 """Beside the states: which elements have no optimizer states."""
 _MANY = np.iinfo(np.int32).max
@@ -112,7 +112,8 @@ def _local(chunks: Sequence[Any], optimizer: Any) -> tuple[list[_Part], set[floa
     parts: list[_Part] = []
     steps: set[float] = set()
     for parameter, declared in _declared(chunks):
-        runs = {"param": (0, parameter.numel(), _bits(parameter))}
+        kind = "param" if isinstance(parameter, torch.nn.Parameter) else "buffer"
+        runs = {kind: (0, parameter.numel(), _bits(parameter))}
         if isinstance(parameter, torch.nn.Parameter) and not parameter.requires_grad:
             runs[_FROZEN] = (0, parameter.numel(), np.zeros(parameter.numel(), np.uint16))
         one = owner.get(parameter)
@@ -134,7 +135,7 @@ def _local(chunks: Sequence[Any], optimizer: Any) -> tuple[list[_Part], set[floa
 
 
 def _declared(chunks: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield each parameter with what `sharded_state_dict` says of it."""
+    """Yield each parameter, and each buffer that is saved, with what `sharded_state_dict` says of it."""
     from megatron.core.utils import unwrap_model
 
     for chunk in chunks:
@@ -145,6 +146,9 @@ def _declared(chunks: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
                 by_pointer.setdefault(item.data.data_ptr(), item)
         for parameter in model.parameters():
             yield parameter, by_pointer[parameter.data_ptr()]
+        for buffer in model.buffers():
+            if buffer.numel() and buffer.data_ptr() in by_pointer:
+                yield buffer, by_pointer[buffer.data_ptr()]
 
 
 def _leaves(tree: Any) -> Iterator[Any]:
