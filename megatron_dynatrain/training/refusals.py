@@ -110,7 +110,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "weights sharded over more ranks than tensor parallelism has are not modelled",
         "drop --tensor-parallel-num-weight-shards",
     ),
-    _set("--mtp-num-layers", "mtp_num_layers", _MODEL),
     _set("--experimental-attention-variant", "experimental_attention_variant", _MODEL),
     _set("--hybrid-layer-pattern", "hybrid_layer_pattern", _MODEL),
     _set("--hybrid-override-pattern", "hybrid_override_pattern", _MODEL),

@@ -133,7 +133,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "--fp8-format": ({"fp8": "hybrid"}, "scales"),
     "--fp4-format": ({"fp4": "e2m1"}, "scales"),
     "--tensor-parallel-num-weight-shards": ({"tensor_parallel_num_weight_shards": 4}, "not modelled"),
-    "--mtp-num-layers": ({"mtp_num_layers": 1}, "no logical tensors"),
     "--hybrid-layer-pattern": ({"hybrid_layer_pattern": "M*"}, "no logical tensors"),
     "--dataloader-type": ({"dataloader_type": "external"}, "a data loader with a state of its own"),
     "--full-validation": ({"full_validation": True}, "validation steps"),
@@ -174,10 +173,10 @@ def test_the_refused_value_is_shown_with_what_is_expected() -> None:
 
 def test_all_refused_options_are_listed() -> None:
     with pytest.raises(UnsupportedError) as caught:
-        refuse_unsupported(job(mtp_num_layers=1, optimizer="sgd"))
+        refuse_unsupported(job(hybrid_layer_pattern="M*", optimizer="sgd"))
     lines = str(caught.value).split("\n")
     assert lines[0] == "[phase check] 2 options don't work with --dynamic-parallelism:"
-    assert [line.strip().split(":")[0] for line in lines[1:]] == ["--optimizer", "--mtp-num-layers"]
+    assert [line.strip().split(":")[0] for line in lines[1:]] == ["--optimizer", "--hybrid-layer-pattern"]
     assert "got: sgd" in lines[1]
 
 
