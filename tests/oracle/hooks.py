@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def gather_at(run: PretrainRun, *, boundaries: Collection[int]) -> None:
     """Gather the whole state at these iterations: when `train()` returns, and before the step that follows.
 
-    One rank, the first of the layout, gets `extra["before"][iteration]` and `extra["after"][iteration]`. Installed after
-    the plugin's hook it runs beneath the plugin, which switches between the two.
+    One rank, the first of the layout, gets `extra["before"][iteration]` and `extra["after"][iteration]`. Installed
+    after the plugin's hook it runs beneath the plugin, which switches between the two.
     """
     import megatron.training.training as training
     from megatron.training import get_args

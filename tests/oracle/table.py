@@ -322,7 +322,7 @@ CHAINS = (
             at(ep=2, pp=2, vpp=2),
             at(ep=2, etp=1, **MOE_TP),
             at(ep=2, etp=2, **MOE_TP),
-            at(ep=2, pp=2, first=1),
+            at(ep=2, pp=2, last=1),  # not first=1: without TE, Megatron can't save where a stage has no experts
             at(ep=4),
             at(pp=2),
             at(ep=4, ranks=[1, 3, 0, 2]),

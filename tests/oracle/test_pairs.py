@@ -18,7 +18,7 @@ from tests.oracle import results
 from tests.oracle.runs import ChainRun, gathered, never_switched, run_anew, run_chain, steps_between
 from tests.oracle.table import CHAINS, ROWS, Chain, Row
 from tests.ranks.independent_gather import STATES, LogicalState
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankFailure, RankPool
 
 ROUNDING = 1e-6  # relative: fp32, other order of summation
 _TIMEOUT = 600
@@ -30,8 +30,8 @@ def soak_marked(item: Chain | Row, name: str) -> object:
 
 
 @pytest.fixture(scope="module")
-def runs() -> dict[str, ChainRun]:
-    """Chains that ran."""
+def runs() -> dict[str, ChainRun | RankFailure]:
+    """Chains that ran, and those that failed."""
     return {}
 
 
@@ -41,11 +41,17 @@ def references() -> dict[object, list[float]]:
     return {}
 
 
-def went_through(ranks: RankPool, runs: dict[str, ChainRun], chain: Chain) -> ChainRun:
-    """Return the run through a chain; it runs once."""
+def went_through(ranks: RankPool, runs: dict[str, ChainRun | RankFailure], chain: Chain) -> ChainRun:
+    """Return the run through a chain; it runs once, also where it fails."""
     if chain.name not in runs:
-        runs[chain.name] = run_chain(ranks, chain)
-    return runs[chain.name]
+        try:
+            runs[chain.name] = run_chain(ranks, chain)
+        except RankFailure as failure:
+            runs[chain.name] = failure
+    found = runs[chain.name]
+    if isinstance(found, RankFailure):
+        raise found
+    return found
 
 
 def check_moved(row: Row, online: ChainRun) -> LogicalState:
@@ -63,7 +69,7 @@ def check_moved(row: Row, online: ChainRun) -> LogicalState:
 
 @pytest.mark.parametrize("chain", [soak_marked(chain, chain.name) for chain in CHAINS])
 def test_the_state_is_the_same_after_each_switch(
-    ranks: RankPool, runs: dict[str, ChainRun], references: dict[object, list[float]], chain: Chain
+    ranks: RankPool, runs: dict[str, ChainRun | RankFailure], references: dict[object, list[float]], chain: Chain
 ) -> None:
     online = went_through(ranks, runs, chain)
     for row in chain.rows:
@@ -79,7 +85,9 @@ def test_the_state_is_the_same_after_each_switch(
 
 
 @pytest.mark.parametrize("row", [soak_marked(row, row.id) for row in ROWS])
-def test_a_switch_equals_a_stop_at_a_and_a_start_at_b(ranks: RankPool, runs: dict[str, ChainRun], row: Row) -> None:
+def test_a_switch_equals_a_stop_at_a_and_a_start_at_b(
+    ranks: RankPool, runs: dict[str, ChainRun | RankFailure], row: Row
+) -> None:
     online = went_through(ranks, runs, row.chain)
     state = check_moved(row, online)
     anew = run_anew(ranks, row, online)
