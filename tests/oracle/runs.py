@@ -1,4 +1,4 @@
-"""The runs behind the table: one that switches, ones that start anew at B, and one that never switches."""
+"""The runs behind the table: one that switches, ones that start anew at B, and one that stays at A."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ def run_anew(ranks: RankPool, row: Row, online: ChainRun) -> Sequence[PretrainRe
 
 
 def never_switched(ranks: RankPool, chain: Chain) -> list[float]:
-    """Return the losses of the same training in one process that never switches."""
-    return losses(ranks.pretrain(1, argv_of(chain, ParallelLayout(dp=1)), timeout=LIMIT))
+    """Return the losses of the same training under the layout of the launch, without the plugin."""
+    return losses(ranks.pretrain(chain.world, argv_of(chain, chain.rows[0].source), timeout=LIMIT))
 
 
 def steps_between(steps: Sequence[StepRecord], start: int, stop: int) -> list[StepRecord]:

@@ -38,7 +38,7 @@ layout: experts that get an optimizer of their own (ep 1 to ep > 1, or an etp th
 _AXES = """
 ## By axis
 
-In fp32 every loss is, too, that of a training in one process that never switches, within 1e-6.
+In fp32 every loss of the run is, too, that of a training that never leaves its first layout, within 1e-6.
 
 """
 
