@@ -86,7 +86,6 @@ class Attempt:
         with job.phase("prepare", "build"):
             self._build()
         with job.phase("prepare", "plan"):
-            self._target = LiveState(self._chunks, self._optimizer, rank=self._rank)
             if moments:
                 self._target.create_moments(step)
             self._after = self._place(self.description, self._layout, self._target)
@@ -131,6 +130,8 @@ class Attempt:
         states.release_gradients(self._job.world.chunks)
         with self._parallel_state.active(), default_group(self._groups.group()), untouched_random_streams():
             self._chunks, self._optimizer = self._job.build(self._layout)
+            # Here, as a model's sharded_state_dict asks the live parallel state where its layers stand.
+            self._target = LiveState(self._chunks, self._optimizer, rank=self._rank)
         states.release_gradients(self._chunks)
 
     def _place(self, description: ModelDescription, layout: ParallelLayout, live: LiveState) -> Placement:

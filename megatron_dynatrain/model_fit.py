@@ -20,6 +20,8 @@ def check_model_fit(
     padded_vocab_size: int,
     num_experts: int | None = None,
     moe_ffn_hidden_size: int | None = None,
+    kv_channels: int | None = None,
+    add_bias_linear: bool = False,
     seq_length: int | None = None,
     global_batch_size: int | None = None,
     micro_batch_size: int | None = None,
@@ -37,6 +39,8 @@ def check_model_fit(
         padded_vocab_size: Rows of the embedding, padding included.
         num_experts: Routed experts per MoE layer; None for a dense model.
         moe_ffn_hidden_size: Width of one expert; `ffn_hidden_size` where it isn't given.
+        kv_channels: Width of an attention head; hidden size / heads where it isn't given.
+        add_bias_linear: Whether linears have biases.
         seq_length: Tokens per sample; None skips the checks of it.
         global_batch_size: Samples per step; None skips the checks of it.
         micro_batch_size: Samples per micro-batch and data-parallel rank; None skips the checks of it.
@@ -47,7 +51,8 @@ def check_model_fit(
     """
     layout.stage_layers(num_layers)
     _check_tensors(layout, num_attention_heads, num_query_groups, ffn_hidden_size, hidden_size, padded_vocab_size)
-    _check_experts(layout, num_experts, moe_ffn_hidden_size or ffn_hidden_size)
+    _check_projection(layout, num_attention_heads, num_query_groups, kv_channels or hidden_size // num_attention_heads)
+    _check_experts(layout, num_experts, moe_ffn_hidden_size or ffn_hidden_size, add_bias_linear)
     if seq_length is not None:
         _check_sequence(layout, seq_length)
     for name, size in (("global_batch_size", global_batch_size), ("eval_global_batch_size", eval_global_batch_size)):
@@ -82,7 +87,19 @@ def _check_tensors(layout: ParallelLayout, heads: int, groups: int, ffn: int | N
     _divides(layout, "padded_vocab_size", vocab, "tp", layout.tp)
 
 
-def _check_experts(layout: ParallelLayout, experts: int | None, ffn: int | None) -> None:
+def _check_projection(layout: ParallelLayout, heads: int, groups: int, width: int) -> None:
+    """Check the rows of the fused projection of queries, keys and values, which tensor parallelism splits evenly."""
+    rows = (heads + 2 * groups) * width
+    if rows % layout.tp:
+        raise _misfit(
+            layout,
+            "num_query_groups",
+            f"(heads + 2 x groups) x head width to be a multiple of tp {layout.tp}",
+            f"({heads} + 2 x {groups}) x {width} = {rows}",
+        )
+
+
+def _check_experts(layout: ParallelLayout, experts: int | None, ffn: int | None, bias: bool) -> None:
     if experts is None:
         if layout.ep > 1:
             raise _misfit(layout, "num_experts", f"experts to spread over ep {layout.ep}", None)
@@ -90,6 +107,10 @@ def _check_experts(layout: ParallelLayout, experts: int | None, ffn: int | None)
     _divides(layout, "num_experts", experts, "ep", layout.ep)
     if ffn is not None:
         _divides(layout, "moe_ffn_hidden_size", ffn, "etp", layout.etp)
+    if bias and layout.etp > 1:
+        raise _misfit(
+            layout, "etp", "1, which Megatron asks of experts with biases (--disable-bias-linear)", layout.etp
+        )
     if layout.tp > 1 and not layout.sequence_parallel:
         raise _misfit(layout, "sequence_parallel", f"on, which Megatron asks of experts with tp {layout.tp}", False)
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.ranks.pool import RankPool
 
 # The first of them waits for the server to import torch and Megatron; every case has a deadline of its own besides.
 _RANKS_TIMEOUT = 240
+
+
+# `--hypothesis-profile soak`: more of everything that is drawn, and other examples every time.
+settings.register_profile("soak", max_examples=2000, deadline=None)
 
 
 @pytest.fixture(scope="session")

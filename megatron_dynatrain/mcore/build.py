@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel import random as megatron_random
@@ -96,14 +97,20 @@ def hollow_build() -> Iterator[None]:
     DDP's buffers and the optimizer's main parameters are hollow too; `mcore.realize` gives them storage.
     """
     setup, make_buffer = LanguageModule.setup_embeddings_and_output_layer, _ParamAndGradBuffer.__init__
+    wrap = DistributedDataParallel.__init__
     mode = Hollow()
+
+    def wrap_with_ddp(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        # The modules are made: what is allocated from here on, such as messages of a gather, is for use. Not only the
+        # buffers say so: a stage without trainable parameters has none.
+        mode.factories = frozenset()
+        wrap(self, *args, **kwargs)
 
     def make_hollow_buffer(self: _ParamAndGradBuffer, *args: Any, **kwargs: Any) -> None:
         mode.factories = frozenset((_ZEROS,))
         try:
             make_buffer(self, *args, **kwargs)
         finally:
-            # The modules are made: what is allocated from here on, such as messages of a gather, is for use.
             mode.factories = frozenset()
 
     def setup_without_collective(self: LanguageModule) -> None:
@@ -117,12 +124,14 @@ def hollow_build() -> Iterator[None]:
     with untouched_random_streams():
         LanguageModule.setup_embeddings_and_output_layer = setup_without_collective
         _ParamAndGradBuffer.__init__ = make_hollow_buffer
+        DistributedDataParallel.__init__ = wrap_with_ddp
         try:
             with mode:
                 yield
         finally:
             LanguageModule.setup_embeddings_and_output_layer = setup
             _ParamAndGradBuffer.__init__ = make_buffer
+            DistributedDataParallel.__init__ = wrap
 
 
 @contextmanager

@@ -29,6 +29,8 @@ class ModelSizes:
         seq_length: Tokens per sample; None skips its checks.
         num_experts: Routed experts per MoE layer; None for a dense model.
         moe_ffn_hidden_size: Width of one expert; `ffn_hidden_size` where it isn't given.
+        kv_channels: Width of an attention head; hidden size / heads where it isn't given.
+        add_bias_linear: Whether linears have biases.
         global_batch_size: Samples per iteration at launch.
         eval_global_batch_size: Samples per step of an evaluation, the same under every layout; None without any.
     """
@@ -42,6 +44,8 @@ class ModelSizes:
     seq_length: int | None = None
     num_experts: int | None = None
     moe_ffn_hidden_size: int | None = None
+    kv_channels: int | None = None
+    add_bias_linear: bool = False
     global_batch_size: int
     eval_global_batch_size: int | None = None
 
@@ -150,6 +154,8 @@ def _check_fit(model: ModelSizes, target: Target, tps: Iterable[int]) -> None:
         padded_vocab_size=model.padded_vocab_size or math.lcm(*tps),
         num_experts=model.num_experts,
         moe_ffn_hidden_size=model.moe_ffn_hidden_size,
+        kv_channels=model.kv_channels,
+        add_bias_linear=model.add_bias_linear,
         seq_length=model.seq_length,
         global_batch_size=target.global_batch_size or model.global_batch_size,
         micro_batch_size=target.micro_batch_size,

@@ -182,6 +182,8 @@ def model_sizes(args: Namespace, padded_vocab_size: int | None = None) -> ModelS
         seq_length=args.seq_length,
         num_experts=args.num_experts,
         moe_ffn_hidden_size=args.moe_ffn_hidden_size,
+        kv_channels=args.kv_channels,
+        add_bias_linear=args.add_bias_linear,
         global_batch_size=args.global_batch_size,
         eval_global_batch_size=args.eval_global_batch_size if args.eval_iters else None,
     )

@@ -244,6 +244,8 @@ def test_the_sizes_of_the_model_are_read_from_the_arguments() -> None:
         seq_length=32,
         num_experts=None,
         moe_ffn_hidden_size=None,
+        kv_channels=8,
+        add_bias_linear=True,
         global_batch_size=8,
         eval_global_batch_size=4,
         eval_iters=0,
@@ -251,6 +253,7 @@ def test_the_sizes_of_the_model_are_read_from_the_arguments() -> None:
     )
     assert model_sizes(args).num_query_groups == 8
     assert model_sizes(args).padded_vocab_size is None
+    assert (model_sizes(args).kv_channels, model_sizes(args).add_bias_linear) == (8, True)
     args.group_query_attention = True
     assert model_sizes(args, 512).num_query_groups == 1
     assert model_sizes(args, 512).padded_vocab_size == 512

@@ -29,7 +29,9 @@ MOE = DENSE | {"num_experts": 12, "moe_ffn_hidden_size": 24}
     [
         (ParallelLayout(dp=1), DENSE),
         (ParallelLayout(tp=2, cp=3, dp=3, pp=2, sequence_parallel=True), DENSE),
-        (ParallelLayout(tp=12, dp=1), DENSE),
+        (ParallelLayout(tp=12, dp=1), DENSE | {"kv_channels": 6}),
+        (ParallelLayout(tp=6, dp=1), DENSE | {"num_query_groups": 2, "kv_channels": 3}),
+        (ParallelLayout(tp=2, dp=1, etp=1, sequence_parallel=True), MOE | {"add_bias_linear": True}),
         (ParallelLayout(tp=2, dp=2, pp=2, vpp=3), DENSE),
         (ParallelLayout(tp=2, dp=6, ep=4, etp=3, sequence_parallel=True), MOE),
         (ParallelLayout(dp=12, ep=12), MOE | {"moe_ffn_hidden_size": None}),
@@ -51,6 +53,9 @@ def test_fits(layout: ParallelLayout, model: dict[str, Any]) -> None:
         (ParallelLayout(tp=6, dp=1), DENSE, "num_query_groups", "a multiple or a divisor of tp 6", 4),
         (ParallelLayout(dp=1), DENSE | {"num_query_groups": 5}, "num_query_groups", "a divisor of the 12", 5),
         (ParallelLayout(dp=1), DENSE | {"num_query_groups": 0}, "num_query_groups", "a multiple or a divisor", 0),
+        # 12 heads and 2 groups on 6 ranks: each has two heads and a third of a group, but (12 + 2 x 2) x 4 rows.
+        (ParallelLayout(tp=6, dp=1), DENSE | {"num_query_groups": 2}, "num_query_groups", "a multiple of tp 6", "= 64"),
+        (ParallelLayout(dp=2, etp=2), MOE | {"add_bias_linear": True}, "etp", "experts with biases", 2),
         (ParallelLayout(tp=4, dp=1), DENSE | {"ffn_hidden_size": 90}, "ffn_hidden_size", "a multiple of tp 4", 90),
         (ParallelLayout(tp=4, dp=1), DENSE | {"padded_vocab_size": 70}, "padded_vocab_size", "a multiple of tp 4", 70),
         (ParallelLayout(dp=1), DENSE | {"hidden_size": 0}, "hidden_size", ">= 1", 0),
