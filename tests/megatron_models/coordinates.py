@@ -25,7 +25,7 @@ _BITS = {2: np.uint16, 4: np.uint32}
 
 
 def ids_by_memory(chunks: Sequence[torch.nn.Module], optimizer: Any) -> dict[int, Ids]:
-    """Return address -> numbers of the elements, for every tensor of this rank that is state; its parallel state is live."""
+    """Return address -> numbers of the elements, for every tensor of state; the rank's parallel state is live."""
     owner = {
         parameter: one
         for one in getattr(optimizer, "chained_optimizers", [optimizer])

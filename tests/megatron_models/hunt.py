@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, settings
@@ -29,7 +30,7 @@ def check(context: RankContext, model: ModelChoice, *layouts: ParallelLayout, bu
     from tests.megatron_models.pair import check_pair
 
     prepare_process()
-    for source, target in zip(layouts[:-1], layouts[1:], strict=True):
+    for source, target in itertools.pairwise(layouts):
         check_pair(model, source, target, bucket_size=bucket_size)
 
 

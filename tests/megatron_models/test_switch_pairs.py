@@ -1,7 +1,7 @@
 """Drawn pairs of layouts of real Megatron models: every element, every replica, every byte.
 
-The models are Megatron's own GPTModel in its DDP and distributed optimizer, built rank by rank in one process with groups
-that carry no bytes. `--hypothesis-profile soak` draws more of them, others every time.
+The models are Megatron's own GPTModel in its DDP and distributed optimizer, built rank by rank in one process with
+groups that carry no bytes. `--hypothesis-profile soak` draws more of them, others every time.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def test_ci_draws_at_least_300_pairs() -> None:
     assert sum(examples for _, examples, _ in FAMILIES.values()) >= 300
 
 
-# --- pairs that are named ------------------------------------------------------------------------------------------------
+# --- pairs that are named ---------------------------------------------------------------------------------------------
 
 MOE = ModelChoice(layers=2, experts=4, gated=True, rms=True, dtype="bfloat16", router="expert_bias", shared=True)
 TIED = ModelChoice(layers=4, tied=True, hidden=6, dtype="bfloat16")
@@ -97,11 +97,11 @@ def test_a_stage_without_anything_to_train(ranks: RankPool, split: PipelineSplit
     check(ranks, model, ParallelLayout(dp=3), ParallelLayout(dp=1, pp=3, split=split), ParallelLayout(dp=2))
 
 
-# --- the hunt itself -----------------------------------------------------------------------------------------------------
+# --- the hunt itself --------------------------------------------------------------------------------------------------
 
 
 def _hunt_with_a_fault(context: Any, *args: Any, **kwargs: Any) -> Any:
-    """Swap gate and up in what the description says of a gated fc1 that is split."""
+    """Say of a split fc1 that its shards are in the opposite order."""
     from megatron_dynatrain.vps import homes, placement
 
     stock = homes.local_box

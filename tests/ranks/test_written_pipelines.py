@@ -1,4 +1,4 @@
-"""Switches to and from written pipeline layouts, where Megatron asks the live parallel state for the place of a layer."""
+"""Switches to and from written pipeline layouts, for which Megatron asks the live parallel state where a layer is."""
 
 from __future__ import annotations
 
