@@ -70,7 +70,7 @@ def check_streams(target: ParallelLayout, rank: int, expected: RandomStreams, *,
                     "replicas have different random streams",
                     rank=other,
                     phase="verify",
-                    subject=f"random stream {name} of {{a: i for a, i, _ in coordinate}}",
+                    subject=f"random stream {name} of {' '.join(f'{axis}={index}' for axis, index, _ in coordinate)}",
                     expected=f"{known.get(name)} as on rank {known_rank}",
                     got=digest,
                 )
