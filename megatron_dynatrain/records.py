@@ -28,17 +28,17 @@ class SwitchRecord:
         outcome: Whether the job trains under the target now; a refused one moved nothing, an aborted one was rolled
             back.
         error: Why not, where it didn't commit.
-        prepare_s: Seconds of preparation, while training went on.
+        prepare_s: Seconds of preparation on the rank that writes; part of the stall.
         stall_s: Seconds from the end of the last step under the old layout to the start of the first under the new.
-        transfer_s: Seconds in which bytes moved, the slowest rank's.
+        transfer_s: Seconds in which bytes moved, on the rank that writes.
         moved_bytes: Bytes that crossed between ranks, of all ranks.
         minimum_bytes: The least that had to: bytes whose target rank didn't hold them.
         local_bytes: Bytes copied inside ranks, of all ranks.
         max_send_bytes: Bytes sent by the rank that sent most.
         max_recv_bytes: Bytes received by the rank that received most.
         windows: Number of windows of the plan, the same on every rank.
-        peak_bytes: Most device memory in use during the switch, of the rank that used most.
-        peak_step_bytes: The same for the training steps before it.
+        peak_bytes: State of both layouts and staging, by arithmetic, of the rank that needs most.
+        peak_step_bytes: State and gradients of the layout before, by arithmetic, of the rank that holds most.
         memory_mode: `safe` or `lean`.
         verify: `off`, `digest` or `full`.
     """
