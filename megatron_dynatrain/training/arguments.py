@@ -35,8 +35,8 @@ class DynamicOptions:
 
     Args:
         enabled: Whether layouts may change at all.
-        schedule: The schedule file; None where switches are only asked for at run time.
-        directory: Where reports and requests are kept.
+        schedule: The schedule file; None for no switches.
+        directory: Where reports are kept.
         memory: Memory mode.
         verify: How the state after a switch is compared with the state before it.
         timeout_s: Seconds after which a wait inside a switch fails.
@@ -68,15 +68,15 @@ def add_dynamic_parallelism_args(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument(
         "--dynamic-parallelism-dir",
         metavar="DIR",
-        help="Directory of reports (switches.jsonl) and requests. Default: `dynatrain` under --save, or ./dynatrain.",
+        help="Directory of reports (switches.jsonl). Default: `dynatrain` under --save, or ./dynatrain.",
     )
     group.add_argument(
         "--dynamic-parallelism-memory",
         choices=("auto", "safe", "lean"),
         default="auto",
-        help="safe keeps the old state until the new one is verified, so that a failed switch is rolled back; lean "
-        "frees the old state window by window and needs little more than the larger of the two; auto takes safe "
-        "where it fits. Default: auto.",
+        help="safe keeps the old state until the new one is verified, so that a failed switch is rolled back; auto "
+        "takes safe where it fits and refuses the switch where it doesn't; lean is not available yet, every switch is "
+        "refused. Default: auto.",
     )
     group.add_argument(
         "--dynamic-parallelism-verify",
