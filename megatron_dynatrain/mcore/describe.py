@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,7 +15,7 @@ from megatron_dynatrain.mcore.fused import Declared, declared_tensors, segments_
 from megatron_dynatrain.mcore.names import MTP_COPY, TIED_OUTPUT, Names
 from megatron_dynatrain.vps.tensor import Home, ModelDescription, ParameterSpec, Segment, StateKind, Where
 
-__all__ = ["NamedTensor", "describe_local", "dtype_name", "facts_of", "merge", "named_tensors", "total_elements"]
+__all__ = ["NamedTensor", "describe_local", "dtype_name", "facts_of", "merge", "named_tensors"]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -293,9 +292,3 @@ def _in_module_order(specs: list[ParameterSpec], facts: ModelFacts) -> list[Para
         within = (linear, spec.expert) if facts.grouped_experts else (spec.expert, linear)
         keys[spec.name] = (spec.home.layer or 0, start, *within)
     return sorted(specs, key=lambda spec: keys[spec.name])
-
-
-def total_elements(description: ModelDescription) -> int:
-    """Return the number of elements of all logical tensors, tied copies counted once."""
-    shapes = {segment.key: segment.shape for spec in description.parameters for segment in spec.segments}
-    return sum(math.prod(shape) for shape in shapes.values())

@@ -35,10 +35,6 @@ def _set(flag: str, dest: str, why: str, instead: str | None = None) -> Refusal:
     return Refusal(flag, dest, "given", lambda args: bool(getattr(args, dest, None)), why, instead or f"drop {flag}")
 
 
-def _above_one(flag: str, dest: str, why: str) -> Refusal:
-    return Refusal(flag, dest, "more than 1", lambda args: (getattr(args, dest, None) or 1) > 1, why, f"use {flag} 1")
-
-
 def _other_than(flag: str, dest: str, value: str, why: str) -> Refusal:
     return Refusal(
         flag,
