@@ -5,7 +5,7 @@ gloo gets the collectives it lacks (`cpu_collectives`); data loaders leave the r
 asserts of the modules without Transformer Engine are lifted (`cpu_modules`); `pretrain()` starts without a GPU
 (`cpu_training`).
 Why: Megatron has no device abstraction; `torch.cuda.*` is called throughout. A `TorchFunctionMode` would be neater but
-is thread-local, and worlds are built in background threads, so the patches are global.
+is thread-local, and Megatron builds its data sets in threads (`--num-dataset-builder-threads`): the patches are global.
 Versions: megatron-core 0.19.x with torch 2.14.
 Can go: when Megatron runs on `--device cpu` by itself.
 """
