@@ -35,7 +35,6 @@ def release_optimizer(optimizer: object) -> None:
         if getattr(inner, "optimizer", None) is not None:
             inner.optimizer.state.clear()
             inner.optimizer.param_groups.clear()
-        vars(inner).clear()
     vars(optimizer).clear()
 
 

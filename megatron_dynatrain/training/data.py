@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from types import GeneratorType
 from typing import Any
 
 import megatron.training.training as megatron_training
@@ -20,6 +21,28 @@ class DataIterators:
     train: Any
     valid: Any
     test: Any
+
+    def close(self) -> None:
+        """End the worker processes and let go of the data sets; local, the iterators are at their end afterwards.
+
+        Those of the launch live as long as `pretrain()` otherwise, which holds them beside the current ones.
+        """
+        for item in _flat((self.train, self.valid, self.test)):
+            if not hasattr(item, "iterable"):  # Megatron's wrapper that can replay has it
+                continue
+            loader, item.iterable = item.iterable, iter(())
+            if isinstance(loader, GeneratorType):
+                loader.close()
+            elif hasattr(loader, "_shutdown_workers"):
+                loader._shutdown_workers()
+
+
+def _flat(items: Iterable[Any]) -> Iterator[Any]:
+    for item in items:
+        if isinstance(item, list | tuple):
+            yield from _flat(item)
+        else:
+            yield item
 
 
 def rebuild(build: Callable[[Provider], tuple[Any, Any, Any]], provider: Provider, vpp: int | None) -> DataIterators:

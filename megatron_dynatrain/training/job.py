@@ -144,6 +144,7 @@ class DynamicJob:
         self.roles.optimizer = self.switcher.world.optimizer
         self.roles.scheduler.optimizer = self.roles.optimizer
         self.roles.config = model_config(self.model[0])
+        self.roles.data.close()
         self.roles.data, self._new_data = self._new_data, None
         follow_last_rank(args)
         reset_microbatches(

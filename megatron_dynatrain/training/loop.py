@@ -55,6 +55,7 @@ class Segments:
         self._stock: dict[str, Callable[..., Any]] = {}
         self._builder: ModelBuilder | None = None
         self._provider: Provider | None = None
+        self._test: list[Any] = []
         self._job: DynamicJob | None = None
         self._train_iters: int | None = None
         self._losses: dict[str, Any] = {}
@@ -94,9 +95,11 @@ class Segments:
 
     def build_train_valid_test_data_iterators(self, provider: Provider) -> Any:
         """Keep the job's dataset provider, then build as usual."""
+        iterators = self._stock["build_train_valid_test_data_iterators"](provider)
         if self._job is None:
             self._provider = provider_of(provider)
-        return self._stock["build_train_valid_test_data_iterators"](provider)
+            self._test.append(iterators[2])  # train() is not given it
+        return iterators
 
     # --- segments -----------------------------------------------------------------------------------------------------
 
@@ -116,7 +119,7 @@ class Segments:
     ) -> tuple[int, float]:
         """Run stock `train()` until the training ends, changing the layout at each boundary between two segments."""
         _refuse_own_groups(kwargs)
-        data = DataIterators(train_data_iterator, valid_data_iterator, None)
+        data = DataIterators(train_data_iterator, valid_data_iterator, self._test)
         roles = Roles(optimizer, opt_param_scheduler, data, config)
         job = self._job = self._make_job(model, roles)
         while True:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import gc
 import os
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tests.ranks.pretrain import PretrainRun
 
+_M_MMAP_THRESHOLD = -3  # of <malloc.h>
 _OF_A_WORLD = ("megatron.", "megatron_dynatrain.", "torch.nn.", "torch.optim.", "torch.distributed.", "torch.utils.")
 
 
@@ -25,6 +27,7 @@ class Census:
         names: Names of groups, of all there ever were, that the registry in C++ still resolves.
         threads: Threads of the process, as the kernel counts them.
         descriptors: Open file descriptors.
+        children: Child processes: workers of data loaders.
         modules: Live torch modules.
         tensors: Live tensors that Python knows.
         objects: Class -> live objects, of classes that a world or a switch is made of.
@@ -38,6 +41,7 @@ class Census:
     names: int
     threads: int
     descriptors: int
+    children: int
     modules: int
     tensors: int
     objects: dict[str, int]
@@ -47,6 +51,9 @@ class Census:
 
 def count_after_switches(run: PretrainRun) -> None:
     """Take a census before the first step and before the first step after each switch, in `extra["census"]`."""
+    # Arrays of some megabytes, like the index of the mock data set that every switch makes anew, go back to the system
+    # when they are freed. glibc would raise this threshold with each of them, and the heap would fill with holes.
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**20)
     found: list[Census] = run.record.extra.setdefault("census", [])
     names: set[str] = set()
 
@@ -80,6 +87,7 @@ def _census(switches: int, names: set[str]) -> Census:
         names=sum(map(_resolves, names)),
         threads=sum(1 for _ in Path("/proc/self/task").iterdir()),
         descriptors=sum(1 for _ in Path("/proc/self/fd").iterdir()),
+        children=len(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()),
         modules=live_modules(),
         tensors=sum(issubclass(kind, torch.Tensor) for kind in kinds),
         objects={name: count for name, count in classes.items() if name.startswith(_OF_A_WORLD)},

@@ -62,6 +62,13 @@ def test_switches_of_a_bf16_job_leak_nothing(ranks: RankPool) -> None:
         _check_resident(of_rank, len(cycle))
 
 
+def test_worker_processes_of_the_launch_end_with_the_first_switch(ranks: RankPool) -> None:
+    cycle = [layout_keys(pp=2), layout_keys(), layout_keys(tp=2)]
+    census_of = _take_censuses(ranks, 2, cycle, switches=3, tp=2, extra="--num-workers 1")
+    # Workers for training, validation and test, on each rank with tensor-parallel index 0.
+    assert [[census.children for census in of_rank] for of_rank in census_of] == [[3, 3, 3, 3], [0, 3, 3, 0]]
+
+
 def test_switches_of_4_ranks_leak_nothing(ranks: RankPool) -> None:
     cycle = [layout_keys(tp=2, pp=2, sp=True), layout_keys(), layout_keys(tp=4)]
     for of_rank in _take_censuses(ranks, 4, cycle, switches=9, tp=4):

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tests.ranks.attempts import Act, attempted
-from tests.ranks.dynamic import layout_keys, run_switched
+from tests.ranks.dynamic import all_steps, layout_keys, run_switched
 from tests.ranks.gpt_args import gpt_args
 from tests.ranks.pool import RankPool
 from tests.ranks.test_aborts import check_unharmed, everywhere
@@ -17,6 +17,7 @@ from tests.ranks.test_aborts import check_unharmed, everywhere
 if TYPE_CHECKING:
     from megatron_dynatrain.layout import ParallelLayout
     from megatron_dynatrain.switch import Switcher
+    from tests.ranks.pretrain import PretrainRun
 
 
 @contextmanager
@@ -131,3 +132,35 @@ def test_what_cannot_be_done_at_run_time_is_refused_and_harms_nothing(ranks: Ran
     assert last.kind is None
     assert all(record.moved_bytes in (None, 0) for record in run.switches[:-1])
     check_unharmed(run, ranks, 2, argv, len(_REFUSED), rounding=1e-1)
+
+
+def odd_fused_parameter(run: PretrainRun) -> None:
+    """Let the gated projection of the first layer declare its two parts in the other order."""
+
+    def after_setup(model: Any, optimizer: Any, scheduler: Any) -> None:
+        from megatron.core.utils import unwrap_model
+
+        mlp = unwrap_model(model[0]).decoder.layers[0].mlp
+        stock = mlp.sharded_state_dict
+
+        def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
+            declared = stock(*args, **kwargs)
+            for item in declared.values():
+                if hasattr(item, "build_fn"):
+                    build = item.build_fn
+                    item.build_fn = lambda *of, build=build: build(*of)[::-1]
+            return declared
+
+        mlp.sharded_state_dict = sharded_state_dict
+
+    run.after_setup.append(after_setup)
+
+
+def test_a_fused_parameter_that_nobody_understands_refuses_every_switch_by_its_name(ranks: RankPool) -> None:
+    argv = gpt_args(layers=2, hidden=32, seq=64, global_batch=2, swiglu=True, tied=False, train_iters=4)
+    run = run_switched(ranks, 2, argv, {1: layout_keys(pp=2), 2: layout_keys(tp=2)}, hooks=(odd_fused_parameter,))
+    assert [record.outcome for record in run.switches] == ["refused", "refused"]
+    for record in run.switches:
+        assert record.error is not None
+        assert "decoder.layers.0.mlp.linear_fc1.weight" in record.error
+    assert run.steps == all_steps(ranks.pretrain(2, argv))
