@@ -81,11 +81,10 @@ class SimulatedRank:
         layout: The layout.
         rank: Global rank, of the layout.
         bucket_size: Elements of a DDP bucket; None for one bucket.
-        mtp: Layers of multi-token prediction.
     """
 
     def __init__(
-        self, model: ModelChoice, layout: ParallelLayout, rank: int, *, bucket_size: int | None = None, mtp: int = 0
+        self, model: ModelChoice, layout: ParallelLayout, rank: int, *, bucket_size: int | None = None
     ) -> None:
         self.layout = layout
         groups = FakeGroups(
@@ -103,7 +102,7 @@ class SimulatedRank:
         with self.live():
             tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
             with hollow_build():
-                self.chunks, self.optimizer = _setup(model, layout, bucket_size, mtp)
+                self.chunks, self.optimizer = _setup(model, layout, bucket_size)
 
     @contextmanager
     def live(self) -> Iterator[None]:
@@ -116,11 +115,9 @@ class SimulatedRank:
         self.state.destroy()
 
 
-def _setup(
-    model: ModelChoice, layout: ParallelLayout, bucket_size: int | None, mtp: int
-) -> tuple[list[torch.nn.Module], Any]:
+def _setup(model: ModelChoice, layout: ParallelLayout, bucket_size: int | None) -> tuple[list[torch.nn.Module], Any]:
     """Do what `get_model` and `setup_model_and_optimizer` of megatron.training do."""
-    config = _config(model, layout, mtp)
+    config = _config(model, layout)
     half = {"bf16": model.dtype == "bfloat16", "fp16": model.dtype == "float16"}
     chunks: list[torch.nn.Module] = []
     for chunk in range(layout.num_chunks):
@@ -155,7 +152,7 @@ def _setup(
     return wrapped, get_megatron_optimizer(settings, wrapped, use_gloo_process_groups=False)
 
 
-def _config(model: ModelChoice, layout: ParallelLayout, mtp: int) -> TransformerConfig:
+def _config(model: ModelChoice, layout: ParallelLayout) -> TransformerConfig:
     fields: dict[str, Any] = {
         **_CPU,
         "num_layers": model.layers,
@@ -182,7 +179,6 @@ def _config(model: ModelChoice, layout: ParallelLayout, mtp: int) -> Transformer
         "num_layers_in_last_pipeline_stage": layout.split.last,
         "account_for_embedding_in_pipeline_split": layout.split.account_for_embedding,
         "account_for_loss_in_pipeline_split": layout.split.account_for_loss,
-        "mtp_num_layers": mtp or None,
         **_moe(model, layout),
     }
     if layout.vpp is not None:

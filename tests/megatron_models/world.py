@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy as np
@@ -16,7 +17,7 @@ from megatron_dynatrain.transport.messages import Memory
 from megatron_dynatrain.verify import DigestTable, piece_digest
 from megatron_dynatrain.vps.flat_buffer import BufferPolicy
 from megatron_dynatrain.vps.placement import Piece, Placement
-from megatron_dynatrain.vps.tensor import ModelDescription, ParameterSpec
+from megatron_dynatrain.vps.tensor import ITEMSIZE, ModelDescription, ParameterSpec
 from tests.megatron_models.build import SimulatedRank
 from tests.megatron_models.choice import ModelChoice
 from tests.megatron_models.coordinates import Ids, bits_of, ids_by_memory
@@ -124,20 +125,32 @@ class World:
                     self._add(self._digest, piece, self._digest_of(rank, piece))
         return self._digest
 
-    def digest_with_one_bit_turned(self) -> DigestTable:
-        """Return what the digest is with one bit of one element of one rank turned; the memory is left as it was."""
+    def spoiled_digests(self) -> Iterator[tuple[str, DigestTable]]:
+        """Yield what the digest is with one rank's memory spoiled, each time in another way; it is put right again."""
         draw = random.Random(len(self.ids))
         rank = draw.choice([rank for rank in self.layout.ranks if self.placement.pieces(rank)])
-        piece = draw.choice(self.placement.pieces(rank))
-        clean = self._digest_of(rank, piece)
-        flat = self.memory[rank][piece.slab][piece.offset : piece.offset + piece.box.numel].view(torch.uint8)
-        at, bit = draw.randrange(flat.numel()), 1 << draw.randrange(8)
-        flat[at] ^= bit
-        spoiled = self._digest_of(rank, piece)
-        flat[at] ^= bit
+        pieces = self.placement.pieces(rank)
+        piece = draw.choice(pieces)
+        part = self.memory[rank][piece.slab][piece.offset : piece.offset + piece.box.numel].view(torch.uint8)
+        at, bit = draw.randrange(part.numel()), 1 << draw.randrange(8)
+        part[at] ^= bit
+        yield "one bit turned", self._digest_now(rank, piece)
+        part[at] ^= bit
+        piece = draw.choice([piece for piece in pieces if piece.box.numel > 1] or [piece])
+        part = self.memory[rank][piece.slab][piece.offset : piece.offset + piece.box.numel].view(torch.uint8)
+        elements = part.view(piece.box.numel, -1)
+        if not torch.equal(elements[0], elements[-1]):
+            elements[[0, -1]] = elements[[-1, 0]]
+            yield "two elements swapped", self._digest_now(rank, piece)
+            elements[[0, -1]] = elements[[-1, 0]]
+
+    def _digest_now(self, rank: int, piece: Piece) -> DigestTable:
+        """Return the digest of all ranks, if nothing but one piece isn't as it must be."""
+        expected = torch.from_numpy(bits_of(self.ids[rank][piece.slab], ITEMSIZE[piece.dtype]).view(np.uint8))
+        clean = piece_digest(piece, expected.view(getattr(torch, piece.dtype)), self._shapes[piece.tensor])
         table = copy.copy(self.digest())
         table.sums = dict(table.sums)
-        self._add(table, piece, spoiled - clean)
+        self._add(table, piece, self._digest_of(rank, piece) - clean)
         return table
 
     def _digest_of(self, rank: int, piece: Piece) -> int:
