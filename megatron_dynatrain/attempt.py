@@ -11,6 +11,7 @@ from megatron_dynatrain.errors import LayoutError, StateError
 from megatron_dynatrain.layout import ParallelLayout
 from megatron_dynatrain.mcore import buffers, states, teardown
 from megatron_dynatrain.mcore.build import untouched_random_streams
+from megatron_dynatrain.mcore.describe import check_described
 from megatron_dynatrain.mcore.inner_optimizers import Step
 from megatron_dynatrain.mcore.optimizers import SharedValues
 from megatron_dynatrain.mcore.parallel_state import ParallelState
@@ -23,7 +24,7 @@ from megatron_dynatrain.switch_types import SwitchReport, World
 from megatron_dynatrain.transport.base import Deadline
 from megatron_dynatrain.transport.execute import run_plan
 from megatron_dynatrain.transport.torch_p2p import TorchTransport, agree_on_pairs
-from megatron_dynatrain.verify import DigestTable, check_casts, check_scalars
+from megatron_dynatrain.verify import DigestTable, check_casts, check_replicas, check_scalars
 from megatron_dynatrain.vps.placement import Placement
 from megatron_dynatrain.vps.tensor import ModelDescription, StateKind
 
@@ -58,6 +59,7 @@ class Attempt:
         self._parallel_state: ParallelState | None = None
         self._transport: TorchTransport | None = None
         self._host_group: object = None
+        self._replica_groups: list[object] = []
         self._chunks: list[torch.nn.Module] = []
         self._optimizer: object = None
         self._skip: tuple[StateKind, ...] = ()
@@ -75,9 +77,11 @@ class Attempt:
             self.description = job.description_at(self._layout)
             self._real_only = self.description.padded_rows != job.description.padded_rows
             self._before = self._place(job.description, job.world.layout, self._source)
-        step = self._step_of_the_job()
-        parts = job.gather("optimizer", SharedValues.of(self._source.optimizer))
-        self._shared = SharedValues.merged(part for _, part in sorted(parts.items()))
+        job.same("target layout", self._layout, phase="prepare")
+        with job.phase("prepare", "optimizer"):
+            step = self._step_of_the_job()
+            parts = job.gather("optimizer", SharedValues.of(self._source.optimizer))
+            self._shared = SharedValues.merged(part for _, part in sorted(parts.items()))
         moments = step is not None
         self._skip = () if moments else MOMENTS
         with job.phase("prepare", "memory"):
@@ -95,7 +99,9 @@ class Attempt:
             agree_on_pairs(self._plan, self._transport, deadline=self._deadline())
         with job.phase("prepare", "allocate"):
             self._target.realize()
-        self._add_totals()
+            rows = job.vocabulary.size if job.vocabulary is not None else None
+            check_described(self.description, self._chunks, self._layout, real_rows=rows)
+            self._add_totals()
 
     def _step_of_the_job(self) -> Step | None:
         """Return the job's one step count, in the optimizer's own type; None before the first step."""
@@ -117,7 +123,9 @@ class Attempt:
     def _choose_memory(self) -> None:
         options = self._job.options
         after = self._place(self.description, self._layout, self._source)
-        need = MemoryNeed.of(self._before, after, self._rank, staging=options.budget.bytes)
+        itemsize = states.gradient_itemsize(self._source.chunks)
+        staging = options.budget.bytes
+        need = MemoryNeed.of(self._before, after, self._rank, staging=staging, gradient_itemsize=itemsize)
         self._report.memory_mode = choose_mode(options.memory, need, limit=options.memory_limit, rank=self._rank)
 
     def _build(self) -> None:
@@ -127,6 +135,8 @@ class Attempt:
         groups = self._transfer_groups
         self._transport = TorchTransport(groups.group(), rank=self._rank, ranks=groups.ranks, device=device)
         self._host_group = groups.group(backend="gloo")  # small numbers of the host; on gloo the same group
+        replicas = self._layout.group_of(self._rank, "dp-cp"), self._layout.group_of(self._rank, "dp", expert=True)
+        self._replica_groups = [groups.group(ranks, backend="gloo") for ranks in replicas]
         states.release_gradients(self._job.world.chunks)
         with self._parallel_state.active(), default_group(self._groups.group()), untouched_random_streams():
             self._chunks, self._optimizer = self._job.build(self._layout)
@@ -188,17 +198,18 @@ class Attempt:
     def verify(self) -> None:
         """Prove that the target holds what the source holds; after this every rank commits."""
         job = self._job
-        streams = streams_after(
-            job.world.layout,
-            self._layout,
-            self._rank,
-            own=self._streams,
-            gather=lambda name, value: job.gather(name, value, phase="verify"),
-            seed=job.options.seed,
-            number=job.committed + 1,
-        )
-        with job.phase("verify", "digest"):
+        with job.phase("verify", "streams"):
+            streams = streams_after(
+                job.world.layout,
+                self._layout,
+                self._rank,
+                own=self._streams,
+                gather=lambda name, value: job.gather(name, value, phase="verify"),
+                seed=job.options.seed,
+                number=job.committed + 1,
+            )
             streams.restore()
+        with job.phase("verify", "digest"):
             if job.options.verify != "off":
                 before = DigestTable.compute(self._before, self._memory(self._source), self._rank, skip=self._skip)
                 after = DigestTable.compute(self._after, self._memory(self._target), self._rank, skip=self._skip)
@@ -211,12 +222,21 @@ class Attempt:
         with job.phase("verify", "compare"):
             if job.options.verify != "off":
                 before.compare(after, self._host_group)
+                for tensors, group in zip(self._dense_and_experts(), self._replica_groups, strict=True):
+                    check_replicas(after, tensors, group, rank=self._rank)
                 check_streams(
                     self._layout,
                     self._rank,
                     streams,
                     gather=lambda name, value: job.gather(name, value, phase="verify"),
                 )
+
+    def _dense_and_experts(self) -> tuple[set[str], set[str]]:
+        """Return the keys of the dense logical tensors and those of the experts, which have replicas of their own."""
+        keys: tuple[set[str], set[str]] = set(), set()
+        for spec in self.description.parameters:
+            keys[spec.expert is not None].update(segment.key for segment in spec.segments)
+        return keys
 
     def _compare_every_bit(self) -> None:
         """Send the target's state back to where it came from, into scratch memory, and compare it with the source."""
@@ -253,23 +273,31 @@ class Attempt:
         if self._transport is not None:
             self._transport.close()
         self._host_group = None
+        self._replica_groups = []
         self._transfer_groups.destroy()
+
+    def close(self) -> None:
+        """Let go of the transfer's groups and of all that refers to source and target; local."""
+        self.release_transport()
+        self._source = self._target = None
 
     def abort(self) -> None:
         """Drop everything of the target; the old world is untouched but for its gradient buffers, made again. Local."""
-        self._streams.restore()
-        self.release_transport()
-        if self._optimizer is not None:
-            teardown.release_optimizer(self._optimizer)
-        if self._chunks:
-            teardown.release_model(self._chunks)
-            self._chunks.clear()
-        self._optimizer = None
-        if self._parallel_state is not None:
-            self._parallel_state.destroy()
-        self._groups.destroy()
-        teardown.collect()
-        states.restore_gradients(self._job.world.chunks)
+        try:
+            self._streams.restore()
+            self.close()
+            if self._optimizer is not None:
+                teardown.release_optimizer(self._optimizer)
+            if self._chunks:
+                teardown.release_model(self._chunks)
+                self._chunks.clear()
+            self._optimizer = None
+            if self._parallel_state is not None:
+                self._parallel_state.destroy()
+            self._groups.destroy()
+            teardown.collect()
+        finally:
+            states.restore_gradients(self._job.world.chunks)
 
     def _memory(self, live: LiveState) -> dict[str, torch.Tensor]:
         return live.memory(moments=not self._skip)

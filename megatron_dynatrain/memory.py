@@ -13,9 +13,6 @@ from megatron_dynatrain.errors import SwitchRefused
 from megatron_dynatrain.vps.placement import Placement
 from megatron_dynatrain.vps.tensor import ITEMSIZE, StateKind
 
-_GRADIENT_BYTES = 4
-"""Bytes per element of a gradient buffer at most (float32 accumulation)."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryNeed:
@@ -25,21 +22,34 @@ class MemoryNeed:
         source_state: Parameters and optimizer state of the layout before.
         source_gradients: Gradient buffers of the layout before, free during the switch.
         target_state: Parameters and optimizer state of the layout after.
+        target_gradients: Gradient buffers of the layout after, made when the source is gone.
         staging: Bound of one window's packed messages.
     """
 
     source_state: int
     source_gradients: int
     target_state: int
+    target_gradients: int
     staging: int
 
     @classmethod
-    def of(cls, source: Placement, target: Placement, rank: int, *, staging: int) -> MemoryNeed:
-        """Compute the need of a rank from two placements; pure."""
+    def of(
+        cls, source: Placement, target: Placement, rank: int, *, staging: int, gradient_itemsize: int = 4
+    ) -> MemoryNeed:
+        """Compute the need of a rank from two placements; pure.
+
+        Args:
+            source: Placement before.
+            target: Placement after.
+            rank: Global rank.
+            staging: Bound of one window, in bytes.
+            gradient_itemsize: Bytes per element of the gradient buffers.
+        """
         return cls(
             source_state=_state_bytes(source, rank),
-            source_gradients=_gradient_bytes(source, rank),
+            source_gradients=_gradient_bytes(source, rank, gradient_itemsize),
             target_state=_state_bytes(target, rank),
+            target_gradients=_gradient_bytes(target, rank, gradient_itemsize),
             staging=staging,
         )
 
@@ -47,17 +57,20 @@ class MemoryNeed:
     def safe_extra(self) -> int:
         """Bytes on top of the source's state that `safe` mode needs at its peak.
 
-        The target is built without storage, and its gradient buffers are made when the source is gone.
+        The target is built without storage; its gradient buffers are made when the source is gone, and may still need
+        more than the two states and staging together did.
         """
-        return self.target_state + self.staging
+        return max(self.target_state + self.staging, self.target_state + self.target_gradients - self.source_state)
 
 
 def _state_bytes(placement: Placement, rank: int) -> int:
     return sum(slab.numel * ITEMSIZE[slab.dtype] for slab in placement.slabs(rank))
 
 
-def _gradient_bytes(placement: Placement, rank: int) -> int:
-    return sum(slab.numel * _GRADIENT_BYTES for slab in placement.slabs(rank) if slab.state is StateKind.PARAM)
+def _gradient_bytes(placement: Placement, rank: int, itemsize: int) -> int:
+    trainable = {spec.name for spec in placement.description.parameters if spec.trainable}
+    slabs = [s for s in placement.slabs(rank) if s.state is StateKind.PARAM and s.parameter in trainable]
+    return sum(slab.numel for slab in slabs) * itemsize
 
 
 def available_bytes() -> int:
@@ -99,7 +112,8 @@ def choose_mode(
             rank=rank,
             phase="prepare",
             subject="--dynamic-parallelism-memory",
-            expected=f"{need.safe_extra} bytes for the target (state {need.target_state}, staging {need.staging})",
+            expected=f"{need.safe_extra} bytes for the target (state {need.target_state}, then staging {need.staging}, "
+            f"then gradients {need.target_gradients} in place of the source's state {need.source_state})",
             got=f"{room} bytes ({where})",
             hint="choose a layout that shards more, or free memory",
         )

@@ -18,7 +18,15 @@ from torch.distributed import distributed_c10d
 from megatron_dynatrain.attempt import Attempt
 from megatron_dynatrain.elastic.control import ControlPlane
 from megatron_dynatrain.elastic.groups import WorldGroups, make_default
-from megatron_dynatrain.errors import DynaTrainError, StateError, SwitchAborted, SwitchRefused
+from megatron_dynatrain.errors import (
+    DynaTrainError,
+    PlacementError,
+    StateError,
+    SwitchAborted,
+    SwitchRefused,
+    TransferError,
+    UnsupportedError,
+)
 from megatron_dynatrain.layout import ParallelLayout
 from megatron_dynatrain.mcore import states, teardown
 from megatron_dynatrain.mcore.describe import describe_local, facts_of, merge, with_state_dtypes
@@ -84,12 +92,13 @@ class Switcher:
         self.model_fits = model_fits or _nothing
         self.vocabulary = vocabulary
         self._attempts = 0
+        self._vote: str | None = None
         self._control = ControlPlane(self.store, ranks=layout.ranks, rank=self.rank, tag=f"{name}/control")
         self._description: ModelDescription | None = None
         self.refusal: DynaTrainError | None = None
         try:
             self._description = self._describe()
-        except DynaTrainError as error:
+        except (UnsupportedError, PlacementError, StateError) as error:
             self.refusal = error
             if self.rank == layout.ranks[0]:
                 logger.error("no switch of this job is possible: %s", error)
@@ -114,12 +123,11 @@ class Switcher:
     def _describe(self) -> ModelDescription:
         """Describe the whole model from every rank's real objects, and check its placement on them; collective."""
         world = self.world
-        local: Any = None
         with self.phase("check", "describe"):
             real_rows = self.vocabulary.size if self.vocabulary is not None else None
             live = LiveState(world.chunks, world.optimizer, rank=self.rank)
             local = describe_local(world.chunks, world.layout, real_rows=real_rows), live.state_dtypes()
-        parts = [part for _, part in sorted(self.gather("specs", local, phase="check").items())]
+            parts = [part for _, part in sorted(self.gather("specs", local, phase="check").items())]
         with self.phase("check", "placement"):
             description = merge([specs for specs, _ in parts], facts_of(world.chunks))
             description = with_state_dtypes(description, [dtypes for _, dtypes in parts])
@@ -144,7 +152,8 @@ class Switcher:
                 attempt.transfer()
             with _timed(report, "verify_s"):
                 attempt.verify()
-        except DynaTrainError as error:
+        except Exception as caught:
+            error = caught if isinstance(caught, DynaTrainError) else _unexpected(caught, self.rank)
             attempt.abort()
             report.outcome = "aborted" if attempt.moved else "refused"
             report.error = str(error)
@@ -158,12 +167,11 @@ class Switcher:
         """Make the target current and let go of the old world; local, every rank has agreed to it."""
         before, self.world = self.world, attempt.world()
         self.world.parallel_state.swap_in()
-        if self.world.layout.ranks != before.layout.ranks:
-            same_as_launch = self.world.layout.ranks == self._launch_order
-            make_default(self._launch_group if same_as_launch else attempt.world_group())
+        same_as_launch = self.world.layout.ranks == self._launch_order
+        make_default(self._launch_group if same_as_launch else attempt.world_group())
         self.committed += 1
         self._description = attempt.description
-        attempt.release_transport()
+        attempt.close()
         teardown.release_optimizer(before.optimizer)
         teardown.release_model(before.chunks)
         before.parallel_state.destroy()
@@ -183,6 +191,7 @@ class Switcher:
             DynaTrainError: The first failure of any rank, the same on every rank.
         """
         error: BaseException | None = None
+        self._vote = f"{self._attempts}/{phase}/{name}"
         try:
             self.on_phase(f"{phase}/{name}")
             yield
@@ -190,13 +199,27 @@ class Switcher:
             logger.debug("rank %d: %s/%s failed", self.rank, phase, name, exc_info=True)
             error = caught
         try:
-            self._control.decide(f"{self._attempts}/{phase}/{name}", error, phase=phase, seconds=self.options.timeout)
+            self._control.decide(self._vote, error, phase=phase, seconds=self.options.timeout)
         except DynaTrainError as verdict:
             raise verdict from error
+        finally:
+            self._vote = None
+            del error  # else it and the frames it refers to keep a dropped world alive
 
     def gather(self, name: str, value: object, *, phase: str = "prepare") -> Mapping[int, Any]:
-        """Return a small value of every rank, by rank; collective, once per name and attempt."""
-        return self._control.gather(f"{self._attempts}/{name}", value, phase=phase, seconds=self.options.timeout)
+        """Return a small value of every rank, by rank; collective, once per name and attempt, inside a phase."""
+        return self._control.gather(
+            f"{self._attempts}/{name}", value, phase=phase, seconds=self.options.timeout, vote=self._vote
+        )
+
+    def same(self, name: str, value: object, *, phase: str = "check") -> None:
+        """Check that every rank has an equal value; collective, once per name and attempt.
+
+        Raises:
+            AgreementError: Names the first rank that has another one, the same on every rank.
+        """
+        with self.phase(phase, f"same {name}"):
+            self._control.same(f"{self._attempts}/{name}", value, phase=phase, seconds=self.options.timeout)
 
     def groups(self, kind: str, ranks: Sequence[int]) -> WorldGroups:
         """Return a maker of process groups for this attempt."""
@@ -209,6 +232,13 @@ class Switcher:
             timeout=self.options.timeout,
             numbering=self.world.layout.ranks,
         )
+
+
+def _unexpected(error: Exception, rank: int) -> DynaTrainError:
+    """Return an error that no part of the switch foresaw as one that says where it was."""
+    return TransferError(
+        f"{type(error).__name__}: {error}", rank=rank, hint=f"see the log of rank {rank}; this is a fault of the plugin"
+    )
 
 
 def _nothing(_: object) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,7 @@ from megatron_dynatrain.errors import VerificationError
 from megatron_dynatrain.mcore.optimizers import SharedValues
 from megatron_dynatrain.mcore.states import LiveState
 from megatron_dynatrain.vps.digest import digest_box, digest_key
-from megatron_dynatrain.vps.placement import Piece, Placement
+from megatron_dynatrain.vps.placement import WHOLE, Piece, Placement
 from megatron_dynatrain.vps.tensor import ITEMSIZE, StateKind
 
 Key = tuple[str, StateKind]
@@ -75,7 +76,7 @@ class DigestTable:
                     volumes[key] = volumes.get(key, 0) + piece.box.numel
                     if other not in holders.setdefault(key, []):
                         holders[key].append(other)
-        copies = {key: volume // int(np.prod(shapes[key[0]])) for key, volume in volumes.items()}
+        copies = {key: _whole_copies(key, volume, shapes[key[0]]) for key, volume in volumes.items()}
         return cls(sums, copies, {key: tuple(ranks) for key, ranks in holders.items()})
 
     def compare(self, after: DigestTable, group: dist.ProcessGroup) -> None:
@@ -111,6 +112,53 @@ class DigestTable:
                 expected="equal digests of every tensor and state, in every replica",
                 hint="the old layout trains on; please report the layouts and this line",
             )
+
+
+def _whole_copies(key: Key, volume: int, shape: tuple[int, ...]) -> int:
+    """Return how often a layout holds a tensor whole.
+
+    Raises:
+        VerificationError: Some elements more often than others, which sums can't be compared for.
+    """
+    copies, rest = divmod(volume, math.prod(shape))
+    if rest:
+        raise VerificationError(
+            "a layout holds some elements of a tensor more often than others",
+            phase="verify",
+            subject=f"{key[0]} {key[1].value}",
+            expected=f"a multiple of {math.prod(shape)} elements over all ranks",
+            got=volume,
+        )
+    return copies
+
+
+def check_replicas(table: DigestTable, tensors: Collection[str], group: dist.ProcessGroup, *, rank: int) -> None:
+    """Check that data-parallel replicas hold equal parameters and buffers; collective over `group`.
+
+    Args:
+        table: The digests of this rank.
+        tensors: Logical tensors to look at; of these the ranks of the group hold the same.
+        group: Ranks that hold the same shards of the same stage.
+        rank: Global rank, for the message.
+
+    Raises:
+        VerificationError: Names the first tensors that differ between replicas.
+    """
+    keys = sorted(key for key in table.sums if key[1] in WHOLE and key[0] in tensors)
+    own = torch.from_numpy(np.array([table.sums[key] for key in keys], dtype=np.uint64).view(np.int64).copy())
+    least, most = own.clone(), own.clone()
+    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    wrong = [f"{tensor} {state.value}" for (tensor, state), a, b in zip(keys, least, most, strict=True) if a != b]
+    if wrong:
+        raise VerificationError(
+            f"{len(wrong)} of {len(keys)} tensors differ between data-parallel replicas",
+            rank=rank,
+            phase="verify",
+            subject=", ".join(wrong[:_SHOWN]),
+            expected="equal bits on every replica",
+            hint="if they differed before the switch, the job was already training on unequal replicas",
+        )
 
 
 def check_casts(live: LiveState, *, rank: int) -> None:

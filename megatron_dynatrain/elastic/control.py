@@ -24,6 +24,8 @@ _YES = "yes"
 _NO = "no"
 _GRACE_S = 2.0
 """Seconds that a rank which waited in vain gives the others to say why."""
+_SLICE_S = 1.0
+"""Seconds between two looks at whether a value that is waited for will never come."""
 _NO_ANSWER = re.compile(r"time[d ]*out|closed by peer|reset by peer|broken pipe|connection refused", re.IGNORECASE)
 """How torch.distributed says that a peer is gone or late."""
 
@@ -119,8 +121,17 @@ class ControlPlane:
             hint="look at the log of the missing ranks; raise --dynamic-parallelism-timeout if they are only slow",
         )
 
-    def gather(self, name: str, value: object, *, phase: str, seconds: float) -> dict[int, object]:
+    def gather(
+        self, name: str, value: object, *, phase: str, seconds: float, vote: str | None = None
+    ) -> dict[int, object]:
         """Return the value of every rank, by rank; values are small and picklable.
+
+        Args:
+            name: Name of the gather.
+            value: This rank's value.
+            phase: Phase named in the errors.
+            seconds: Longest wait for the other ranks, in seconds.
+            vote: The vote that follows; where a rank has already failed it, nobody waits for that rank's value.
 
         Raises:
             DeadlineError: A rank did not give its value in time.
@@ -130,7 +141,10 @@ class ControlPlane:
         values: dict[int, object] = {}
         for rank in self.ranks:
             key = f"gather/{name}/{rank}"
-            if not self._wait(key, max(0.05, end - time.monotonic())):
+            while not self._wait(key, max(0.05, min(_SLICE_S, end - time.monotonic()))):
+                failed = vote is not None and self.store.check([f"vote/{vote}/settled"])
+                if time.monotonic() < end and not failed:
+                    continue
                 raise DeadlineError(
                     f"rank {rank} did not give its part of '{name}' in time",
                     rank=self.rank,
@@ -184,7 +198,10 @@ def _portable(error: BaseException, rank: int, phase: str) -> DynaTrainError:
     if isinstance(error, DynaTrainError):
         error.rank = rank if error.rank is None else error.rank
         error.phase = error.phase or phase
-        return type(error)(error.message, **error._fields())  # type: ignore[arg-type]
+        fields = error._fields()
+        for name in ("expected", "got"):  # any object; a message needs its text
+            fields[name] = None if fields[name] is None else str(fields[name])
+        return type(error)(error.message, **fields)  # type: ignore[arg-type]
     return AgreementError(
         f"{type(error).__name__}: {error}", rank=rank, phase=phase, hint=f"see the log of rank {rank}"
     )

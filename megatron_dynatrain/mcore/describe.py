@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -57,6 +58,7 @@ def named_tensors(chunks: Sequence[torch.nn.Module]) -> list[NamedTensor]:
             if isinstance(item.data, torch.Tensor) and item.data.numel() > 0
         }
         names = Names(model)
+        _refuse_extra_state(model)
         for local_name, parameter in model.named_parameters():
             if parameter.data_ptr() not in declared:
                 raise UnsupportedError(
@@ -69,6 +71,22 @@ def named_tensors(chunks: Sequence[torch.nn.Module]) -> list[NamedTensor]:
             found.append(NamedTensor(known.name, chunk, known.home, known.expert, parameter, item))
         found.extend(_buffers(model, chunk, names, declared))
     return found
+
+
+def _refuse_extra_state(model: torch.nn.Module) -> None:
+    """Refuse what modules keep beside parameters and buffers (`get_extra_state`), where it is not empty."""
+    known = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if name in known or value is None or (isinstance(value, torch.Tensor) and value.numel() == 0):
+            continue
+        if isinstance(value, io.BytesIO) and not value.getbuffer().nbytes:
+            continue
+        raise UnsupportedError(
+            "a module keeps state beside its parameters and buffers, which a switch would lose",
+            subject=name,
+            expected="no extra state, or an empty one",
+            got=type(value).__name__,
+        )
 
 
 def _refuse_tied_mtp(model: torch.nn.Module) -> None:
@@ -171,6 +189,33 @@ def _check_numbers(item: NamedTensor) -> None:
             expected=f"layer {item.home.layer}, expert {item.expert}",
             got=f"offsets {offsets} (sharded_state_dict)",
         )
+
+
+def check_described(
+    description: ModelDescription,
+    chunks: Sequence[torch.nn.Module],
+    layout: ParallelLayout,
+    *,
+    real_rows: int | None = None,
+) -> None:
+    """Check that chunks that were built from it declare what the description says, shape by shape; local.
+
+    The chunks must have storage: hollow parameters can't be told apart by their memory.
+
+    Raises:
+        PlacementError: Names the first parameter that is another one than described.
+    """
+    known = {spec.name: spec for spec in description.parameters}
+    for spec in describe_local(chunks, layout, real_rows=real_rows):
+        expected = known.get(spec.name)
+        # The home of a copy and its bucket follow the layout; the placement was checked against the real buffers.
+        if expected is None or spec != replace(expected, home=spec.home, shared_embedding=spec.shared_embedding):
+            raise PlacementError(
+                "the target's model declares a parameter in another way than the job's model",
+                subject=spec.name,
+                expected=expected,
+                got=spec,
+            )
 
 
 # --- the whole model --------------------------------------------------------------------------------------------------

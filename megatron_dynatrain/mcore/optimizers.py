@@ -44,15 +44,18 @@ class SharedValues:
 
     @classmethod
     def of(cls, optimizer: object) -> SharedValues:
-        """Return what this rank's optimizer has; local."""
+        """Return what this rank's optimizer has, on the host; local.
+
+        Raises:
+            StateError: Two of its groups with the same settings have other values.
+        """
         inners = distributed_optimizers(optimizer)
-        groups = {
-            _identity(group): {key: group[key] for key in _MOVED}
-            for inner in inners
-            for group in inner.optimizer.param_groups
-        }
-        scalers = [inner.grad_scaler.state_dict() for inner in inners if inner.grad_scaler is not None]
-        return cls(groups, _cloned(scalers[0]) if scalers else None)
+        parts = []
+        for inner in inners:
+            scaler = _cloned(inner.grad_scaler.state_dict()) if inner.grad_scaler is not None else None
+            for group in inner.optimizer.param_groups:
+                parts.append(cls({_identity(group): {key: group[key] for key in _MOVED}}, scaler))
+        return cls.merged(parts)
 
     @classmethod
     def merged(cls, parts: Iterable[SharedValues]) -> SharedValues:
@@ -124,7 +127,7 @@ def _plain(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cloned(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+    return {key: value.cpu().clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
 
 
 def scalars(optimizer: object) -> dict[str, object]:

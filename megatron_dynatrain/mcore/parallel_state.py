@@ -160,7 +160,8 @@ class _DistOfWorld:
         group_desc: str | None = None,
     ) -> object:
         del timeout, use_local_synchronization, group_desc  # the world's own timeout, names and rendezvous
-        members = None if ranks is None else [self._groups.ranks[index] for index in ranks]
+        # torch's new_group sorts, so a launch has them sorted too; another order would add in another order.
+        members = None if ranks is None else [self._groups.ranks[index] for index in sorted(ranks)]
         return self._groups.group(members, backend=backend, options=pg_options)
 
 

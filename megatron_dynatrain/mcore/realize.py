@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from megatron_dynatrain.errors import StateError
 from megatron_dynatrain.mcore.build import is_hollow
 from megatron_dynatrain.mcore.inner_optimizers import realize_inner
 
@@ -33,6 +34,10 @@ def realize_state(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Distri
                 parameter.data = torch.empty_like(parameter, memory_format=torch.contiguous_format)
     for optimizer in optimizers:
         _realize_optimizer(optimizer)
+    for chunk in chunks:
+        for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]:
+            if is_hollow(tensor):
+                raise StateError("a tensor of the target has no storage that the switch could fill", subject=name)
 
 
 def _realize_parameters(chunk: torch.nn.Module, buffer: Any) -> None:

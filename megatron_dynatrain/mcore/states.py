@@ -230,6 +230,11 @@ def gradient_bytes(chunks: Sequence[torch.nn.Module]) -> int:
     )
 
 
+def gradient_itemsize(chunks: Sequence[torch.nn.Module]) -> int:
+    """Return the bytes per element of the gradient buffers, of the largest dtype among them; 4 where there are none."""
+    return max((buffer.grad_data.element_size() for _, buffer in buffers_of(chunks)), default=4)
+
+
 def release_gradients(chunks: Sequence[torch.nn.Module]) -> None:
     """Free the gradient buffers; gradients are dead at an iteration boundary."""
     for _, buffer in buffers_of(chunks):

@@ -11,6 +11,8 @@ from typing import Any
 
 import megatron.training.training as megatron_training
 
+from megatron_dynatrain.errors import UnsupportedError
+
 Provider = Callable[..., Any]
 
 
@@ -59,8 +61,6 @@ def rebuild(build: Callable[[Provider], tuple[Any, Any, Any]], provider: Provide
     if vpp is None:
         return DataIterators(*build(provider))
     result = DataIterators([], [], [])
-    if "vp_stage" not in inspect.signature(provider).parameters:
-        raise TypeError("an interleaved pipeline needs a dataset provider with a vp_stage keyword")
     for stage in range(vpp):
         staged = functools.partial(provider, vp_stage=stage)
         if getattr(provider, "is_distributed", False):
@@ -70,6 +70,22 @@ def rebuild(build: Callable[[Provider], tuple[Any, Any, Any]], provider: Provide
         result.valid.append(valid)
         result.test.append(test)
     return result
+
+
+def check_provider(provider: Provider, vpps: Iterable[int | None]) -> None:
+    """Check, before the first step, that the dataset provider can serve every interleaved layout of the schedule.
+
+    Raises:
+        UnsupportedError: It has no `vp_stage` keyword and a layout has more than one chunk per stage.
+    """
+    if any(vpps) and "vp_stage" not in inspect.signature(provider).parameters:
+        raise UnsupportedError(
+            "an interleaved pipeline needs a dataset provider with a vp_stage keyword",
+            phase="check",
+            subject=getattr(provider, "__name__", "the dataset provider"),
+            expected="def provider(train_val_test_num_samples, vp_stage=None)",
+            hint="add the keyword, as Megatron's own interleaved schedule asks for it",
+        )
 
 
 def provider_of(called_with: Provider) -> Provider:

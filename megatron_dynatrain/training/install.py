@@ -10,6 +10,7 @@ import megatron.training.global_vars as megatron_globals
 import torch
 from megatron.training import get_args
 
+from megatron_dynatrain.errors import StateError
 from megatron_dynatrain.schedule.resolve import PlannedSwitch
 from megatron_dynatrain.schedule.schema import Schedule
 from megatron_dynatrain.training.arguments import (
@@ -92,7 +93,8 @@ class Plugin:
         self, model: list[torch.nn.Module], roles: Roles, builder: ModelBuilder, provider: Provider
     ) -> DynamicJob:
         args = get_args()
-        assert self.options is not None
+        if self.options is None:
+            raise StateError("train() was entered before the flags were checked")
         return DynamicJob(
             options=self.options,
             pending=self._pending(),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from megatron.training import get_args, get_tensorboard_writer
 
-from megatron_dynatrain.errors import SwitchFailure
+from megatron_dynatrain.errors import StateError, SwitchFailure
 from megatron_dynatrain.layout import ParallelLayout
 from megatron_dynatrain.mcore.follow import model_config, reset_microbatches
 from megatron_dynatrain.model_fit import check_model_fit
@@ -27,7 +27,7 @@ from megatron_dynatrain.schedule.resolve import PlannedSwitch, Target
 from megatron_dynatrain.switch import Switcher, SwitchOptions, SwitchReport
 from megatron_dynatrain.training.arguments import DynamicOptions, model_sizes
 from megatron_dynatrain.training.builder import ModelBuilder
-from megatron_dynatrain.training.data import DataIterators, Provider, rebuild, stock_builder
+from megatron_dynatrain.training.data import DataIterators, Provider, check_provider, rebuild, stock_builder
 from megatron_dynatrain.training.world_args import ArgumentChange, values_for
 from megatron_dynatrain.training.writers import follow_last_rank
 
@@ -97,6 +97,9 @@ class DynamicJob:
             ),
             model_fits=_check_fit,
         )
+        self.switcher.same("schedule", [(str(s.trigger), s.target) for s in self.pending])
+        self.switcher.same("options", (self.options.memory, self.options.verify, self.options.timeout_s, args.seed))
+        check_provider(self.provider, [switch.target.layout.vpp for switch in self.pending])
 
     # --- when ---------------------------------------------------------------------------------------------------------
 
@@ -137,7 +140,8 @@ class DynamicJob:
 
     def _follow(self, target: Target, args: Namespace, context: dict[str, Any]) -> None:
         """Point everything that holds on to the old world at the new one; local."""
-        assert self._new_data is not None
+        if self._new_data is None:
+            raise StateError("a switch was committed without data iterators", rank=self.switcher.rank)
         self.layout = target.layout
         context.clear()  # the save strategy keeps the old data-parallel group
         self.model[:] = self.switcher.world.chunks
@@ -172,7 +176,10 @@ class DynamicJob:
     def _write(self, report: SwitchReport, trigger: str, iteration: int, stall: float) -> None:
         record = record_of(report, trigger=trigger, iteration=iteration, stall_s=stall)
         if self.switcher.rank == 0:
-            append_record(self.options.directory, record)
+            try:
+                append_record(self.options.directory, record)
+            except OSError as error:  # the switch is done: a full disk must not end the job
+                logger.error("the record of a switch could not be written: %s", error)
             print(f"[dynatrain] {format_line(record)}", flush=True)
         writer = get_tensorboard_writer()
         if writer is not None:

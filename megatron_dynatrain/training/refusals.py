@@ -87,6 +87,12 @@ REFUSALS: tuple[Refusal, ...] = (
     _set("--optimizer-cpu-offload", "optimizer_cpu_offload", "states on the host are not moved yet"),
     _set("--optimizer-cuda-graph", "optimizer_cuda_graph", _GRAPHS),
     _set("--freeze-all-layers", "freeze_all_layers", "there is no optimizer whose shards could be moved"),
+    _set(
+        "--data-parallel-random-init",
+        "data_parallel_random_init",
+        "data-parallel ranks then have random streams of their own, which a switch would make equal",
+    ),
+    _set("--te-rng-tracker", "te_rng_tracker", "its streams are not carried yet"),
     _set("--use-nccl-ub", "nccl_ub", "the buffers are registered with communicators of the old layout"),
     _set("--fp8-format", "fp8", _SCALES),
     _set("--fp8-param-gather", "fp8_param_gather", _SCALES),
