@@ -90,7 +90,13 @@ class CaseJob:
         logging.getLogger("megatron").setLevel(logging.ERROR)
         torch.manual_seed(SEED)
         parallel_state.initialize_model_parallel(
-            layout.tp, layout.pp, layout.vpp, context_parallel_size=layout.cp, order=layout.order
+            layout.tp,
+            layout.pp,
+            layout.vpp,
+            context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.etp,
+            order=layout.order,
         )
         tensor_parallel.model_parallel_cuda_manual_seed(SEED, force_reset_rng=True)
         chunks, optimizer_ = self._build(layout)
@@ -148,6 +154,8 @@ class CaseJob:
                 tensor_model_parallel_size=layout.tp,
                 pipeline_model_parallel_size=layout.pp,
                 context_parallel_size=layout.cp,
+                expert_model_parallel_size=layout.ep,
+                expert_tensor_parallel_size=layout.etp,
                 params_dtype=self._dtype,
                 pipeline_dtype=self._dtype,
                 **half,
@@ -189,7 +197,8 @@ class CaseJob:
             Whether the step was done, and the gradient norm before clipping.
         """
         for name, parameter in self.parameters().items():
-            parameter.main_grad.fill_(gradient(name) if callable(gradient) else gradient)
+            if parameter.requires_grad:
+                parameter.main_grad.fill_(gradient(name) if callable(gradient) else gradient)
         done, norm, _ = self.optimizer.step()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()

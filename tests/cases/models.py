@@ -49,6 +49,39 @@ def gpt(vocabulary: int = 64, *, tied: bool = False) -> MakeModel:
     return make
 
 
+EXPERT_SHAPE: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "ffn_hidden_size": 8,
+    "num_moe_experts": 4,
+    "moe_ffn_hidden_size": 8,
+    "moe_shared_expert_intermediate_size": 8,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_load_balancing_type": "none",
+    "normalization": "RMSNorm",
+}
+"""Four layers of four experts and a shared one."""
+
+
+def moe(vocabulary: int = 16) -> MakeModel:
+    """Return what makes a GPT whose layers have experts, one module each, and a shared expert."""
+
+    def make(config: TransformerConfig) -> torch.nn.Module:
+        return GPTModel(
+            config,
+            get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False, normalization=config.normalization),
+            vocabulary,
+            SEQUENCE,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            share_embeddings_and_output_weights=False,
+            position_embedding_type="rope",
+        )
+
+    return make
+
+
 def logits(model: torch.nn.Module, vocabulary: int = 64) -> torch.Tensor:
     """Return this tensor-parallel rank's part of the logits of a fixed input."""
     tokens = (torch.arange(2 * SEQUENCE).view(2, SEQUENCE) * 7) % vocabulary

@@ -1,4 +1,4 @@
-"""C21: which random streams a rank goes on with, by the rule of `mcore/random_streams.py`; (a) needs growing worlds."""
+"""C21: which random streams a rank goes on with: the rule of `mcore/random_streams.py`; (a) at a fixed world."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from tests.ranks.context import RankContext
 from tests.ranks.pool import RankPool
 
 TRACKED = "model-parallel-rng"
+EXPERTS = "expert-parallel-rng"
 STREAMS = ("python", "numpy", "torch", TRACKED)
 Draws = dict[str, list[float]]
 
@@ -106,6 +107,58 @@ def test_c21b_a_second_switch_does_not_repeat_the_streams_of_the_first(ranks: Ra
     twice = ranks.run(4, _switch, [there, wide, there])
     for name in STREAMS:
         assert not set(_by(once, name)) & set(_by(twice, name)), name
+
+
+def _switch_experts(context: RankContext, sizes: list[dict[str, Any]]) -> dict[str, Any]:
+    """Five draws of every stream, three more of the experts' on ep 1, the switches, and the sixth draw."""
+    import torch
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    from tests.cases.job import CaseJob
+    from tests.cases.models import EXPERT_SHAPE, moe
+
+    first, *others = [ParallelLayout(**size) for size in sizes]
+    shape = {**EXPERT_SHAPE, "num_layers": 1, "sequence_parallel": first.sequence_parallel}
+    job = CaseJob(context, first, moe(), shape=shape)
+
+    def draw_experts(count: int) -> list[float]:
+        with get_cuda_rng_tracker().fork(EXPERTS):
+            return torch.rand(count).tolist()
+
+    def begin() -> None:
+        _seed()
+        _draw(5)
+        draw_experts(5 + 3 * first.coordinate(context.rank, expert=True)["ep"])
+
+    begin()
+    unswitched = {**_draw(1), EXPERTS: draw_experts(1)}
+    begin()
+    for layout in others:
+        job.switch(layout)
+    owner = (job.layout.coordinate(context.rank)["tp"], job.layout.coordinate(context.rank, expert=True)["ep"])
+    return {"unswitched": unswitched, "switched": {**_draw(1), EXPERTS: draw_experts(1)}, "owner": owner}
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [{"ep": 2, "dp": 4}, {"ep": 2, "cp": 2, "dp": 2}],
+        [{"tp": 2, "ep": 2, "etp": 1, "dp": 2}, {"tp": 2, "cp": 2, "ep": 2, "etp": 1, "dp": 1}],
+    ],
+    ids=["ep2", "tp2-ep2"],
+)
+def test_c21a_at_a_fixed_world_another_dp_keeps_the_streams_of_experts(
+    ranks: RankPool, sizes: list[dict[str, Any]]
+) -> None:
+    sizes = [{**size, "sequence_parallel": size.get("tp", 1) > 1} for size in sizes]
+    found = ranks.run(4, _switch_experts, sizes)
+    for record in found:
+        assert record["switched"] == record["unswitched"]
+    for record in found:
+        for other in found:
+            (tp, ep), (other_tp, other_ep) = record["owner"], other["owner"]
+            assert (record["switched"][TRACKED] == other["switched"][TRACKED]) == (tp == other_tp)
+            assert (record["switched"][EXPERTS] == other["switched"][EXPERTS]) == (ep == other_ep)  # etp is 1
 
 
 def test_c21b_another_dp_keeps_the_streams(ranks: RankPool) -> None:
