@@ -29,10 +29,11 @@ def _identity(group: dict[str, object]) -> GroupIdentity:
 
 @dataclass
 class SharedValues:
-    """What all ranks know of an optimizer together: a rank alone may lack a parameter group that another one has.
+    """What is the same of an optimizer on every rank: gathered, so that a rank that disagrees stops the switch.
 
-    A pipeline stage without an embedding has no group of the decoupled learning rate, a wholly frozen one has no
-    optimizer at all, and after the switch the rank may hold another stage.
+    Megatron 0.19 gives all ranks all parameter groups (`_get_param_groups` aligns them over the world), with no
+    parameters where a stage has none, so a rank finds every group of the target at home. What a rank alone can't see
+    is that another one has a different learning rate or loss scale, and the switch would spread it.
 
     Args:
         groups: Group identity to its moved values.

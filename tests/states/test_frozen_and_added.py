@@ -26,8 +26,8 @@ def test_frozen_parameters_are_moved_and_stay_frozen(ranks: RankPool, dtype: dic
     assert len(trained) > 5
 
 
-def test_a_stage_that_is_frozen_as_a_whole_has_no_optimizer_and_gets_one_again(ranks: RankPool) -> None:
-    """At pp 2 rank 1 has neither a parameter group nor a loss scaler; at tp 2 it needs both, from the other rank."""
+def test_a_stage_that_is_frozen_as_a_whole_has_no_states_and_gets_them_again(ranks: RankPool) -> None:
+    """At pp 2 rank 1 has no DDP buffer and no moments, only groups without parameters; at tp 2 it has its share."""
     argv = small_args(FP16_FLAGS, tied=False)
     hooks = (customize.freeze_the_end,)
     run = assert_trains_on(ranks, argv, {"pp": 2}, {"tp": 2}, within=FP16, hooks=hooks)

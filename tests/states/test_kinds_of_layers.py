@@ -49,6 +49,6 @@ def test_quantile_balancing(ranks: RankPool) -> None:
 
 
 def test_decoupled_learning_rate(ranks: RankPool) -> None:
-    """At pp 3 the rank in the middle has no group of the embeddings' learning rate; afterwards it needs one."""
+    """The embeddings' learning rate is a third parameter group; at pp 3 the rank in the middle has nothing in it."""
     argv = small_args("--decoupled-lr 5e-4 --decoupled-min-lr 1e-5", layers=3, tied=False, pp=3, global_batch=6)
     assert_trains_on(ranks, argv, {}, {"pp": 3}, within=FP32, world=3)

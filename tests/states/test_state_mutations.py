@@ -146,9 +146,34 @@ def _switch_with_faults(context: RankContext) -> dict[str, Any]:
         errors[name] = str(aborted.value)
     harmed = before.differences(job.gather()) if before is not None else (job.gather() and [])
     job.on_phase = lambda _: None
+    refused = _switch_while_ranks_disagree(job, context.rank)
     job.switch(TARGET)
     after = job.gather()
-    return {"errors": errors, "harmed": harmed, "moved": before.differences(after) if before is not None else None}
+    return {
+        "errors": errors,
+        "refused": refused,
+        "harmed": harmed,
+        "moved": before.differences(after) if before is not None else None,
+    }
+
+
+def _switch_while_ranks_disagree(job: Any, rank: int) -> list[str]:
+    """Give rank 1 another learning rate, then another loss scale, for one attempt each."""
+    from megatron_dynatrain.errors import SwitchRefused
+
+    found = []
+    inner = job.optimizer.chained_optimizers[0]
+    group, scaler = inner.optimizer.param_groups[0], inner.grad_scaler
+    for owner, name, value in ((group, "lr", group["lr"] * 2), (scaler, "_growth_tracker", 1)):
+        kept = owner[name] if owner is group else getattr(owner, name)
+        put = owner.__setitem__ if owner is group else owner.__setattr__
+        if rank == 1:
+            put(name, value)
+        with pytest.raises(SwitchRefused) as refused:
+            job.switch(TARGET)
+        found.append(str(refused.value))
+        put(name, kept)
+    return found
 
 
 def test_faults_in_other_states_are_found_by_name(ranks: RankPool) -> None:
@@ -157,5 +182,8 @@ def test_faults_in_other_states_are_found_by_name(ranks: RankPool) -> None:
         assert list(record["errors"]) == list(FAULTS)
         for name, (_, words) in FAULTS.items():
             assert words in record["errors"][name], name
+        for text, subject in zip(record["refused"], ("eps=", "grad_scaler"), strict=True):
+            assert "the ranks have different values of the optimizer; subject: " in text
+            assert subject in text
     assert found[0]["harmed"] == []
     assert found[0]["moved"] == []
