@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from tests.states.local_mla import attend_with_other_widths
 
 _MODERN: Mapping[str, Any] = {"tied": False, "swiglu": True}
 _EXPERTS = "--moe-ffn-hidden-size 48 --moe-shared-expert-intermediate-size 48"
@@ -13,8 +15,7 @@ _BIASED = (
     " --moe-router-bias-update-rate 1e-2"
 )
 _LATENT = (
-    "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8"
-    " --v-head-dim 8 --qk-layernorm --position-embedding-type rope --no-rope-fusion"
+    "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8"
 )
 
 
@@ -29,6 +30,7 @@ class Model:
         moe: Whether it has experts.
         grouped: Whether it has fewer query groups than heads.
         extra: More of Megatron's flags.
+        hooks: What every run of it needs.
     """
 
     words: str
@@ -37,6 +39,7 @@ class Model:
     moe: bool = False
     grouped: bool = False
     extra: str = ""
+    hooks: tuple[Callable[..., None], ...] = ()
 
 
 MODELS: Mapping[str, Model] = {
@@ -67,7 +70,13 @@ MODELS: Mapping[str, Model] = {
         grouped=True,
         extra=f"{_EXPERTS} {_BIASED} --moe-layer-freq [0]+[1]*3",
     ),
-    "mla-fp32": Model(words="multi-latent attention, untied", dtype="fp32", keywords={"tied": False}, extra=_LATENT),
+    "mla-fp32": Model(
+        words="multi-latent attention, untied, rotary positions, RMSNorm, SwiGLU",
+        dtype="fp32",
+        keywords=_MODERN,
+        extra=_LATENT,
+        hooks=(attend_with_other_widths,),
+    ),
 }
 
 
@@ -77,6 +86,7 @@ class Sizes:
 
     Attributes:
         padded: Rows of the vocabulary that every layout of those worlds fits; the plugin finds the same by itself.
+        gated: Flags of the models with a gated MLP; the width that Megatron gives it by itself may not be divisible.
     """
 
     layers: int = 4
@@ -87,6 +97,7 @@ class Sizes:
     seq: int = 16
     global_batch: int = 4
     padded: int = 128
+    gated: str = ""
 
     def keywords(self, model: Model) -> dict[str, Any]:
         """Return the keywords of `gpt_args` for a model of these sizes."""
@@ -102,4 +113,6 @@ class Sizes:
 TWOS = Sizes()
 FIVE_LAYERS = Sizes(layers=5)
 EIGHT = Sizes(global_batch=8, experts=8)
-THREES = Sizes(layers=6, hidden=48, heads=6, groups=3, experts=6, seq=24, global_batch=6, padded=144)
+THREES = Sizes(
+    layers=6, hidden=48, heads=6, groups=3, experts=6, seq=24, global_batch=6, padded=144, gated="--ffn-hidden-size 96"
+)

@@ -48,6 +48,8 @@ def argv_of(chain: Chain, layout: ParallelLayout, *, padded: bool = True) -> lis
     model, sizes = chain.model, chain.sizes
     moe = {"ep": layout.ep, "etp": layout.etp} if model.moe else {}
     extra = [model.extra, *_more(layout)]
+    if model.keywords.get("swiglu"):
+        extra.append(sizes.gated)
     if padded:
         extra.append(f"--padded-vocab-size {sizes.padded}")
     return gpt_args(
@@ -91,7 +93,9 @@ def run_chain(ranks: RankPool, chain: Chain) -> ChainRun:
     argv = [*argv_of(chain, chain.rows[0].source, padded=False), *checkpoint_args(save=saved, interval=2)]
     switches = {row.iteration: dict(row.keys[1]) for row in chain.rows}
     gather = functools.partial(hooks.gather_at, boundaries=frozenset(chain.boundaries))
-    run = run_switched(ranks, chain.world, argv, switches, hooks=(gather,), timeout=WAIT, limit=LIMIT)
+    run = run_switched(
+        ranks, chain.world, argv, switches, hooks=(*chain.model.hooks, gather), timeout=WAIT, limit=LIMIT
+    )
     before, after = (_merged(run.ranks, name) for name in ("before", "after"))
     return ChainRun(run, saved, before, after)
 
@@ -114,14 +118,15 @@ def run_anew(ranks: RankPool, row: Row, online: ChainRun) -> Sequence[PretrainRe
         state = online.before[start]
         begin = functools.partial(hooks.start_from, state=state, iteration=start, samples=samples)
     records: Sequence[PretrainRecord] = ranks.pretrain(
-        chain.world, argv, hooks=(begin, observe, shorten), timeout=LIMIT
+        chain.world, argv, hooks=(*chain.model.hooks, begin, observe, shorten), timeout=LIMIT
     )
     return records
 
 
 def never_switched(ranks: RankPool, chain: Chain) -> list[float]:
     """Return the losses of the same training under the layout of the launch, without the plugin."""
-    return losses(ranks.pretrain(chain.world, argv_of(chain, chain.rows[0].source), timeout=LIMIT))
+    argv = argv_of(chain, chain.rows[0].source)
+    return losses(ranks.pretrain(chain.world, argv, hooks=chain.model.hooks, timeout=LIMIT))
 
 
 def steps_between(steps: Sequence[StepRecord], start: int, stop: int) -> list[StepRecord]:
