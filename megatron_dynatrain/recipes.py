@@ -24,7 +24,9 @@ _DEFAULTS: Mapping[str, FlagValue | None] = {
     "group-query-attention": False,
     "num-query-groups": 1,
     "ffn-hidden-size": None,
+    "kv-channels": None,
     "swiglu": False,
+    "disable-bias-linear": False,
     "num-experts": None,
     "moe-ffn-hidden-size": None,
     "train-iters": None,
@@ -150,6 +152,7 @@ def _arguments(flags: Mapping[str, FlagValue], world_size: int) -> Namespace:
         wide = 4 * args.hidden_size
         args.ffn_hidden_size = int(wide * 2 / 3 / 64) * 64 if args.swiglu else wide
     args.moe_ffn_hidden_size = args.moe_ffn_hidden_size or args.ffn_hidden_size
+    args.add_bias_linear = not args.disable_bias_linear
     args.eval_global_batch_size = args.eval_global_batch_size or args.global_batch_size
     args.virtual_pipeline_model_parallel_size = args.num_virtual_stages_per_pipeline_rank
     if args.num_layers_per_virtual_pipeline_stage:
