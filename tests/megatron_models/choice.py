@@ -105,7 +105,7 @@ def models(draw: st.DrawFn, *, moe: bool | None = None, latent: bool | None = No
     latent = draw(st.booleans()) if latent is None else latent
     width = draw(st.sampled_from((4, 8, 12, 24)))
     model = ModelChoice(
-        layers=draw(st.sampled_from((1, 1, 2, 2, 3, 4, 5, 6, 8))),
+        layers=draw(st.sampled_from((1, 1, 1, 2, 2, 3, 4, 8) if moe else (1, 1, 2, 2, 3, 4, 5, 6, 8))),
         width=width,
         groups=width if latent else draw(st.sampled_from([g for g in (width, 1, 2, 4) if width % g == 0])),
         hidden=draw(st.sampled_from((4, 6, 10))),
@@ -139,7 +139,7 @@ def layouts(draw: st.DrawFn, model: ModelChoice, *, pool: int = WORLD) -> Parall
     """A layout of the model on some of `pool` ranks."""
     tp, pp = draw(st.sampled_from(_tp_pp(model, pool)))
     cp = draw(st.sampled_from([n for n in (1, 1, 1, 1, 2, 2, 3, 4) if tp * pp * n <= pool]))
-    dp = draw(st.sampled_from([n for n in (1, 1, 1, 1, 2, 2, 2, 3, 4, 6, 8, 12, 16) if tp * pp * cp * n <= pool]))
+    dp = draw(st.sampled_from([n for n in (1, 1, 1, 1, 1, 2, 2, 2, 2, 3, 4, 6, 8, 12, 16) if tp * pp * cp * n <= pool]))
     each = tp * cp * dp
     sizes: dict[str, object] = {"tp": tp, "pp": pp, "cp": cp}
     sizes["vpp"], sizes["split"] = draw(_splits(model.layers, pp))
@@ -182,7 +182,7 @@ def _tp_pp(model: ModelChoice, pool: int) -> list[tuple[int, int]]:
         ):
             found.append((tp, pp))
     found.sort(key=lambda sizes: (sizes[0] * sizes[1], sizes))
-    return found[: len(found) // 2] * 3 + found  # small ones more often: they cost less, and most faults show on them
+    return found[: len(found) // 2] * 4 + found  # small ones more often: they cost less, and most faults show on them
 
 
 def _fits(model: ModelChoice, layout: ParallelLayout) -> bool:

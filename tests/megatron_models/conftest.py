@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-_CI, _SOAK = 900, 6 * 3600
+_CI, _SOAK = 1600, 6 * 3600
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -47,7 +47,7 @@ def test_drawn_pairs(ranks: RankPool, family: str) -> None:
         examples=examples // WORKERS,
         seed=sorted(FAMILIES).index(family),
         derandomize=not SOAK,
-        timeout=5 * 3600 if SOAK else 840,
+        timeout=5 * 3600 if SOAK else 1500,
         init_group=False,
     )
     assert sum(seen["examples"] for seen in found) >= examples
@@ -117,7 +117,7 @@ def _hunt_with_a_fault(context: Any, *args: Any, **kwargs: Any) -> Any:
 def test_a_fault_is_found_and_shrunk(ranks: RankPool) -> None:
     with pytest.raises(RankFailure, match="hold wrong elements") as failure:
         ranks.run(
-            1, _hunt_with_a_fault, {"moe": False, "latent": False}, examples=40, seed=7, timeout=800, init_group=False
+            1, _hunt_with_a_fault, {"moe": False, "latent": False}, examples=40, seed=7, timeout=1500, init_group=False
         )
     (text,) = failure.value.errors.values()
     assert "linear_fc1.weight" in text
