@@ -24,8 +24,7 @@ BIAS = (
 @pytest.mark.parametrize(
     ("model", "extra", "source", "second"),
     [
-        # Learned positions, LayerNorm and biases are the default of `gpt_args`; rope and RMSNorm are MODERN.
-        pytest.param({}, "", {"tp": 2}, {}, id="learned-positions"),
+        # Learned positions, LayerNorm and biases are what the oracle's models have; rope and RMSNorm are MODERN.
         pytest.param(MODERN, "--qk-layernorm --add-qkv-bias", {"tp": 2}, {}, id="qk-norm"),
         pytest.param({**MODERN, "tied": False}, MLA, {"tp": 2}, {}, id="mla"),
         pytest.param(EXPERTS, BIAS, {}, {"ep": 2}, id="expert-bias-and-shared-experts"),

@@ -35,6 +35,5 @@ def test_fp16_with_a_dynamic_loss_scale(ranks: RankPool) -> None:
     argv = small_args("--fp16 --initial-loss-scale 1024 --loss-scale-window 3", tp=2)
     hooks = (watch.loss_scales,)
     run = assert_trains_on(ranks, argv, {"pp": 2}, {}, within=FP16, hooks=hooks)
-    never = ranks.pretrain(2, argv, hooks=hooks)
-    scales = [record.extra["scales"] for record in (*run.ranks, *never)]
-    assert scales == [[(1024, 0), (1024, 1), (1024, 2), (2048, 0), (2048, 1), (2048, 2)]] * 4
+    scales = [record.extra["scales"] for record in run.ranks]
+    assert scales == [[(1024, 0), (1024, 1), (1024, 2), (2048, 0), (2048, 1), (2048, 2)]] * 2
