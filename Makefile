@@ -7,7 +7,7 @@ PY := $(VENV)/bin/python
 export OMP_NUM_THREADS ?= 1
 PYTEST_ARGS ?=
 
-.PHONY: help bootstrap demo demo-moe test lint format bench soak clean
+.PHONY: help bootstrap demo demo-moe test lint format bench soak supported clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -42,6 +42,11 @@ bench: bootstrap  ## Run benchmarks/bench_*.py one after the other
 
 soak: bootstrap  ## Run the long tests (many switches in one set of processes)
 	$(PY) -m pytest tests -m soak -rs $(PYTEST_ARGS)
+
+supported: bootstrap  ## Run every row of the table of pairs, write docs/supported.md and the README's tables (long)
+	ORACLE_RESULTS=1 $(PY) -m pytest tests/oracle/test_pairs.py $(PYTEST_ARGS)
+	$(PY) -m tests.oracle.supported
+	$(PY) scripts/write_tables.py
 
 clean:  ## Remove caches and demo output (keeps .venv)
 	rm -rf demo-out demo-moe-out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

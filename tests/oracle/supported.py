@@ -5,6 +5,7 @@ The README's summary of it is written by `python scripts/write_tables.py`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,14 +57,14 @@ def summary_table() -> str:
         f"{len(rows) - loaded} with the gathered state, where Megatron can't load that. [docs/supported.md]"
         "(docs/supported.md) has every pair.\n\n"
     )
-    return text + _axes_table(rows)
+    return f"{text}{_axes_table(rows)}\n{_models_table(rows)}"
 
 
 def render() -> str:
     """Return the document."""
     found = results.read()
     rows = [row for row in ROWS if row.id in found]
-    parts = [_HEAD.format(count=len(rows)), _AXES, _axes_table(rows), "\n## Models\n\n", _models_table()]
+    parts = [_HEAD.format(count=len(rows)), _AXES, _axes_table(rows), "\n## Models\n\n", _models_table(rows)]
     for world in sorted({row.chain.world for row in rows}):
         parts += [f"\n## {world} ranks\n\n", _rows_table([row for row in rows if row.chain.world == world], found)]
     return "".join(parts)
@@ -80,8 +81,10 @@ def _axes_table(rows: Sequence[Row]) -> str:
     return _table(("changed", "alone", "with others", "ranks", "models"), map(line, axes))
 
 
-def _models_table() -> str:
-    return _table(("model", "parameters", "what"), ((name, m.dtype, m.words) for name, m in MODELS.items()))
+def _models_table(rows: Sequence[Row]) -> str:
+    pairs = Counter(row.chain.model_name for row in rows)
+    lines = ((name, model.dtype, model.words, pairs[name]) for name, model in MODELS.items() if pairs[name])
+    return _table(("model", "parameters", "what", "pairs"), lines)
 
 
 def _rows_table(rows: Sequence[Row], found: Mapping[str, Mapping[str, Any]]) -> str:

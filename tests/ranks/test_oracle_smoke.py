@@ -1,4 +1,4 @@
-"""The main job at its smallest: a run switches twice, every switch commits, and the losses are the never-switched ones."""
+"""The main job at its smallest: a run switches twice, each switch commits, the losses are the never-switched ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def test_two_switches_of_a_small_job(ranks: RankPool) -> None:
     never = all_steps(ranks.pretrain(2, argv))
     assert len(run.steps) == len(never) == 6
     for step, reference in zip(run.steps, never, strict=True):
-        assert step.loss is not None and reference.loss is not None
+        assert step.loss is not None
+        assert reference.loss is not None
         assert abs(step.loss - reference.loss) <= 1e-6 * reference.loss
         assert (step.lr, step.consumed_samples, step.adam_steps) == (
             reference.lr,
