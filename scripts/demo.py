@@ -187,6 +187,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--flags", type=Path, help="Megatron flags; default: configs/models/NAME.args")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each of the two runs")
     options = parser.parse_args(argv)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # leave through the blocks that end the ranks
+        signal.signal(number, lambda *_: sys.exit(1))
     files = demo_files(options.name)
     schedule_file = (options.schedule or files.schedule).resolve()
     console = Console(soft_wrap=True)

@@ -75,8 +75,8 @@ def add_dynamic_parallelism_args(parser: ArgumentParser) -> ArgumentParser:
         choices=("auto", "safe", "lean"),
         default="auto",
         help="safe keeps the old state until the new one is verified, so that a failed switch is rolled back; auto "
-        "takes safe where it fits and refuses the switch where it doesn't; lean is not available yet, every switch is "
-        "refused. Default: auto.",
+        "takes safe where it fits and refuses the switch where it doesn't; lean is not available yet and "
+        "refused at start. Default: auto.",
     )
     group.add_argument(
         "--dynamic-parallelism-verify",
@@ -119,6 +119,10 @@ def validate_options(args: Namespace) -> DynamicOptions:
             "a wait needs some time",
             "more than 0 seconds",
             args.dynamic_parallelism_timeout,
+        )
+    if args.dynamic_parallelism_memory == "lean":
+        raise _wrong_flag(
+            "--dynamic-parallelism-memory", "lean memory mode is not available yet", "auto or safe", "lean"
         )
     directory = args.dynamic_parallelism_dir
     if directory is None:

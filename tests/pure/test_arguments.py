@@ -46,14 +46,19 @@ def test_every_flag_is_read() -> None:
         "--dynamic-parallelism",
         "--dynamic-parallelism-schedule=s.yaml",
         "--dynamic-parallelism-dir=out",
-        "--dynamic-parallelism-memory=lean",
+        "--dynamic-parallelism-memory=safe",
         "--dynamic-parallelism-verify=full",
         "--dynamic-parallelism-timeout=7.5",
         save="checkpoints",
     )
     assert validate_options(args) == DynamicOptions(
-        enabled=True, schedule=Path("s.yaml"), directory=Path("out"), memory="lean", verify="full", timeout_s=7.5
+        enabled=True, schedule=Path("s.yaml"), directory=Path("out"), memory="safe", verify="full", timeout_s=7.5
     )
+
+
+def test_lean_is_refused_at_start() -> None:
+    with pytest.raises(ScheduleError, match="--dynamic-parallelism-memory; expected: auto or safe; got: lean"):
+        validate_options(parse("--dynamic-parallelism-memory=lean"))
 
 
 def test_reports_go_under_the_checkpoints_where_there_are_any() -> None:
