@@ -85,7 +85,6 @@ class Sizes:
     """Sizes of the models on some worlds.
 
     Attributes:
-        padded: Rows of the vocabulary that every layout of those worlds fits; the plugin finds the same by itself.
         gated: Flags of the models with a gated MLP; the width that Megatron gives it by itself may not be divisible.
     """
 
@@ -96,7 +95,6 @@ class Sizes:
     experts: int = 4
     seq: int = 16
     global_batch: int = 4
-    padded: int = 128
     gated: str = ""
 
     def keywords(self, model: Model) -> dict[str, Any]:
@@ -113,6 +111,4 @@ class Sizes:
 TWOS = Sizes()
 FIVE_LAYERS = Sizes(layers=5)
 EIGHT = Sizes(global_batch=8, experts=8)
-THREES = Sizes(
-    layers=6, hidden=48, heads=6, groups=3, experts=6, seq=24, global_batch=6, padded=144, gated="--ffn-hidden-size 96"
-)
+THREES = Sizes(layers=6, hidden=48, heads=6, groups=3, experts=6, seq=24, global_batch=6, gated="--ffn-hidden-size 96")

@@ -51,7 +51,7 @@ def argv_of(chain: Chain, layout: ParallelLayout, *, padded: bool = True) -> lis
     if model.keywords.get("swiglu"):
         extra.append(sizes.gated)
     if padded:
-        extra.append(f"--padded-vocab-size {sizes.padded}")
+        extra.append(f"--padded-vocab-size {chain.padded}")
     return gpt_args(
         tp=layout.tp,
         pp=layout.pp,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
@@ -22,6 +23,9 @@ FIRST, SEGMENT = 2, 2
 
 LARGEST_IN_CI = 4
 """Ranks; chains on more of them run in `make soak`."""
+
+VOCABULARY, ROWS_DIVISIBLE_BY = 128, 16
+"""Of `gpt_args`: rows with the end of a document, and `--make-vocab-size-divisible-by`."""
 
 PP_BEFORE_DP = "tp-cp-ep-pp-dp"
 _SPLIT = ("first", "last", "account_for_embedding", "account_for_loss", "layout")
@@ -85,6 +89,12 @@ class Chain:
     def boundaries(self) -> tuple[int, ...]:
         """Iteration of each switch, and that of the end."""
         return tuple(FIRST + SEGMENT * number for number in range(len(self.layouts)))
+
+    @property
+    def padded(self) -> int:
+        """Rows of the vocabulary that every layout of it fits; the plugin must find the same number by itself."""
+        unit = ROWS_DIVISIBLE_BY * math.lcm(*(keys["tp"] for keys in self.layouts))
+        return math.ceil(VOCABULARY / unit) * unit
 
     @property
     def soak(self) -> bool:
