@@ -100,7 +100,9 @@ class Attempt:
         with job.phase("prepare", "allocate"):
             self._target.realize()
             rows = job.vocabulary.size if job.vocabulary is not None else None
-            check_described(self.description, self._chunks, self._layout, real_rows=rows)
+            # As in _build: a model's sharded_state_dict asks the live parallel state where its layers stand.
+            with self._parallel_state.active(), default_group(self._groups.group()):
+                check_described(self.description, self._chunks, self._layout, real_rows=rows)
             self._add_totals()
 
     def _step_of_the_job(self) -> Step | None:
