@@ -20,7 +20,8 @@ _HEAD = """\
 # Pairs of layouts
 
 Written by `python -m tests.oracle.supported` from the results that the tests in `tests/oracle` left; not by hand.
-{count} pairs; the rows up to 4 ranks are switched by `make test`, and all of them whole by `make soak`.
+{count} pairs. `make test` switches {ci} of them and compares the state; `make soak` and `make supported` do the others
+and the starts anew.
 
 Each row is one switch inside a run, from the first layout to the second. What was checked, each in all bits:
 
@@ -64,7 +65,13 @@ def render() -> str:
     """Return the document."""
     found = results.read()
     rows = [row for row in ROWS if row.id in found]
-    parts = [_HEAD.format(count=len(rows)), _AXES, _axes_table(rows), "\n## Models\n\n", _models_table(rows)]
+    parts = [
+        _HEAD.format(count=len(rows), ci=sum(not row.chain.soak for row in rows)),
+        _AXES,
+        _axes_table(rows),
+        "\n## Models\n\n",
+        _models_table(rows),
+    ]
     for world in sorted({row.chain.world for row in rows}):
         parts += [f"\n## {world} ranks\n\n", _rows_table([row for row in rows if row.chain.world == world], found)]
     return "".join(parts)
