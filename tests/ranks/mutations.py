@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     Memory = Mapping[str, torch.Tensor]
 
 _LAYER = "decoder.layers.1"
+_NORM = f"{_LAYER}.input_layernorm.weight"
 _PRODUCT = "megatron_dynatrain.attempt"
 
 
@@ -101,6 +102,31 @@ def wrong_replica(switcher: Switcher) -> AbstractContextManager[None]:
             _flip(memory["param@0:embedding.word_embeddings.weight"])
 
     return _transfer(_same, spoil)
+
+
+def opposite_replicas(switcher: Switcher) -> AbstractContextManager[None]:
+    """Add one to the bits of an element on rank 0 and take one off on rank 1: the sum over all replicas stays."""
+
+    def spoil(memory: Memory) -> None:
+        import torch
+
+        memory[f"param@0:{_NORM}"][:1].view(torch.int32).add_(1 - 2 * switcher.rank)
+
+    return _transfer(_same, spoil)
+
+
+@contextmanager
+def unequal_before(switcher: Switcher) -> Iterator[None]:
+    """Let rank 1 have other bits than rank 0 before the switch, which keeps each rank's own; put back afterwards."""
+    parameter = next(p for name, p in switcher.world.chunks[0].named_parameters() if name.endswith(_NORM))
+    kept = parameter.data.clone()
+    if switcher.rank == 1:
+        _flip(parameter.data.view(-1))
+    try:
+        yield
+    except Exception:  # a switch that was done has taken the memory away
+        parameter.data.copy_(kept)
+        raise
 
 
 def wrong_tied_copy(switcher: Switcher) -> AbstractContextManager[None]:
