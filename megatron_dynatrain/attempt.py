@@ -184,6 +184,7 @@ class Attempt:
                 on_window=lambda index: job.on_phase(f"transfer/window {index}"),
             )
         with job.phase("transfer", "scalars"):
+            self._target.copy_to_host()
             self._shared.carry(self._target.optimizer, rank=self._rank)
 
     def _clear_padding(self) -> None:

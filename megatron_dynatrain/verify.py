@@ -169,13 +169,24 @@ def check_casts(live: LiveState, *, rank: int) -> None:
     """
     for item in live.named:
         run = live.runs.get(item.tensor)
-        if run is None or item.tensor.dtype == torch.float32:
+        if run is None:
+            continue
+        copy = run.host_copy()
+        if copy is not None and not torch.equal(copy.view(torch.int32), run.main.detach().to(copy).view(torch.int32)):
+            raise VerificationError(
+                "the optimizer's copy on the host is not the main parameter",
+                rank=rank,
+                phase="verify",
+                subject=f"{item.name} main_param",
+                expected="equal bits",
+            )
+        if item.tensor.dtype == torch.float32:
             continue
         held = item.tensor.detach().view(-1)[run.start : run.stop]
         main = run.main_param()
         if main is None or main.dtype == torch.int16:
             continue  # remainders: the parameter is itself the upper half of the main parameter
-        cast = main.detach().view(-1).to(held.dtype)
+        cast = main.detach().view(-1).to(held.device, held.dtype)
         if not torch.equal(held.view(torch.int16), cast.view(torch.int16)):
             count = int((held.view(torch.int16) != cast.view(torch.int16)).sum())
             raise VerificationError(

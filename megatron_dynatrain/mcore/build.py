@@ -65,7 +65,7 @@ class Hollow(TorchFunctionMode):
 
 
 _EMPTY, _ZEROS = _unwrapped(torch.empty), _unwrapped(torch.zeros)
-_COPIES = frozenset(("clone", "contiguous", "to", "float", "half", "bfloat16", "cuda", "cpu"))
+_COPIES = frozenset(("clone", "contiguous", "to", "float", "half", "bfloat16", "cuda", "cpu", "pin_memory"))
 
 
 def _shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:

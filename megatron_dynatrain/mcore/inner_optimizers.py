@@ -1,4 +1,5 @@
-"""What an inner optimizer keeps per parameter shard, and where: torch's Adam, Transformer Engine's FusedAdam.
+"""What an inner optimizer keeps per parameter shard, and where: torch's Adam, Transformer Engine's FusedAdam, and
+Megatron's HybridDeviceOptimizer, which spreads the shards over optimizers of these kinds (see `offloaded`).
 
 torch's Adam counts steps per parameter, TE's FusedAdam per parameter group. With `--use-precision-aware-optimizer`
 FusedAdam also keeps the main parameters, as fp32 or as the 16 bits that the bf16 parameter lacks ("remainders"), and
@@ -15,6 +16,7 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_dynatrain.errors import UnsupportedError
+from megatron_dynatrain.mcore import offloaded
 from megatron_dynatrain.mcore.build import is_hollow
 from megatron_dynatrain.vps.tensor import StateKind
 
@@ -30,14 +32,13 @@ def check_known(inner: DistributedOptimizer) -> None:
     Raises:
         UnsupportedError: By the optimizer's name, or by the flag whose states can't be moved.
     """
-    if type(inner.optimizer) in _TORCH:  # a subclass may keep more than they do
-        return
-    if not is_fused(inner):
-        raise UnsupportedError(
-            "the inner optimizer is not one whose states are known",
-            subject=type(inner.optimizer).__name__,
-            expected="torch.optim.Adam, torch.optim.AdamW or Transformer Engine's FusedAdam",
-        )
+    for optimizer in offloaded.parts_of(inner.optimizer):
+        if type(optimizer) not in _TORCH and not is_fused(optimizer):  # a subclass may keep more than they do
+            raise UnsupportedError(
+                "the inner optimizer is not one whose states are known",
+                subject=type(optimizer).__name__,
+                expected="torch.optim.Adam, torch.optim.AdamW or Transformer Engine's FusedAdam",
+            )
     if not keeps_main(inner):
         return
     for flag, name in (("--exp-avg-dtype", "exp_avg_dtype"), ("--exp-avg-sq-dtype", "exp_avg_sq_dtype")):
@@ -58,15 +59,15 @@ def check_known(inner: DistributedOptimizer) -> None:
         )
 
 
-def is_fused(inner: DistributedOptimizer) -> bool:
-    """Return whether the inner optimizer is Transformer Engine's FusedAdam (it is never imported here)."""
-    kind = type(inner.optimizer)
+def is_fused(optimizer: object) -> bool:
+    """Return whether an optimizer is Transformer Engine's FusedAdam (it is never imported here)."""
+    kind = type(optimizer)
     return kind.__name__ == "FusedAdam" and kind.__module__.startswith("transformer_engine.")
 
 
 def keeps_main(inner: DistributedOptimizer) -> bool:
-    """Return whether the inner optimizer keeps the main parameters itself (precision-aware optimizer)."""
-    return bool(inner.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8)
+    """Return whether FusedAdam keeps the main parameters itself (precision-aware optimizer)."""
+    return is_fused(inner.optimizer) and bool(inner.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8)
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,11 @@ class OwnedRun:
     stop: int
 
     @property
+    def part(self) -> torch.optim.Optimizer:
+        """The optimizer that steps this run: the inner one, or the one of its parts that has it."""
+        return offloaded.part_with(self.optimizer.optimizer, self.main)
+
+    @property
     def state(self) -> dict[str, Any]:
         """The inner optimizer's state of this run (live, not a copy)."""
         return self.optimizer.optimizer.state[self.main]
@@ -96,51 +102,71 @@ class OwnedRun:
     @property
     def known(self) -> frozenset[str]:
         """Names of the states that it has once a step was made."""
-        moments = {kind.value for kind in MOMENTS}
-        if not is_fused(self.optimizer):
-            return frozenset(moments | {"step"})
-        return frozenset(moments | {"master_param"} if keeps_main(self.optimizer) else moments)
+        names = {kind.value for kind in MOMENTS}
+        if not is_fused(self.part):
+            names.add("step")
+        if keeps_main(self.optimizer) or offloaded.is_hybrid(self.optimizer.optimizer):
+            names.add("master_param")
+        return frozenset(names)
 
     @property
     def step(self) -> Step | None:
         """Its step count in the optimizer's own type; None before the first step."""
-        if is_fused(self.optimizer):
-            return self.group.get("step") if self.state else None
+        if not self.state:
+            return None
+        if is_fused(self.part):
+            return offloaded.group_with(self.optimizer.optimizer, self.main, self.group).get("step")
         return self.state.get("step")
 
     def main_param(self) -> torch.Tensor | None:
         """Return the main parameter as it is stored; None where the inner optimizer has none yet."""
         if keeps_main(self.optimizer):
             return self.state.get("master_param")
+        if self.main.dtype != torch.float32:
+            return offloaded.inner_of(self.optimizer.optimizer, self.main)
         return self.main
 
-    def create(self, step: Step | None) -> None:
-        """Make the state entries without values, hollow where the parameter is.
+    def host_copy(self) -> torch.Tensor | None:
+        """Return the copy of an fp32 main parameter that an optimizer on the host steps; None where there is none.
 
-        Args:
-            step: Step count to start from, copied: one shared tensor would count once per parameter.
+        It equals the main parameter at every iteration boundary, so it is made from it and not moved.
         """
-        state = self.optimizer.optimizer.state[self.main]
-        state.clear()
-        fused = is_fused(self.optimizer)
-        if step is not None and fused:
-            self.group["step"] = step.detach().clone() if isinstance(step, torch.Tensor) else step
-        elif isinstance(step, torch.Tensor):
-            state["step"] = step.detach().clone()
-        dtypes = state_dtypes(self.optimizer, self.main.dtype)
-        for name, dtype in dtypes.items():
-            state[name] = _like(self.main, dtype)
+        inner = offloaded.inner_of(self.optimizer.optimizer, self.main)
+        return None if inner is self.main or self.main.dtype != torch.float32 else inner
+
+    def create(self) -> None:
+        """Make the state entries without values, hollow where the parameter is; `set_step` belongs to it."""
+        inner = self.optimizer.optimizer
+        state: dict[str, Any] = {} if is_fused(self.part) else {"step": torch.zeros(())}
+        held = offloaded.inner_of(inner, self.main)
+        for name, dtype in state_dtypes(self.optimizer, self.main.dtype).items():
+            state[name] = _like(held, dtype)
+        if offloaded.is_hybrid(inner):
+            state["master_param"] = held
+        offloaded.set_state(inner, self.main, state)
+
+    def set_step(self, step: Step) -> None:
+        """Set the step count, copied: one shared tensor would count once per parameter."""
+        if is_fused(self.part):
+            group = offloaded.group_with(self.optimizer.optimizer, self.main, self.group)
+            group["step"] = _tensor(step) if self.optimizer.config.optimizer_cuda_graph else int(step)
+        else:
+            self.state["step"] = _tensor(step)
+
+
+def _tensor(step: Step) -> torch.Tensor:
+    return step.detach().clone() if isinstance(step, torch.Tensor) else torch.tensor(float(step))
 
 
 def state_dtypes(inner: DistributedOptimizer, shard_dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the dtype of every per-element state of the inner optimizer, by its name there.
+    """Return the dtype of every per-element state that the inner optimizer makes, by its name there.
 
     Args:
         inner: The distributed optimizer.
         shard_dtype: Dtype of the shard that the inner optimizer calls the parameter.
     """
     if not keeps_main(inner):
-        return {kind.value: torch.float32 if is_fused(inner) else shard_dtype for kind in MOMENTS}
+        return {kind.value: torch.float32 for kind in MOMENTS}
     remainders = inner.config.store_param_remainders and shard_dtype == torch.bfloat16
     return {
         "exp_avg": inner.config.exp_avg_dtype,
@@ -151,13 +177,14 @@ def state_dtypes(inner: DistributedOptimizer, shard_dtype: torch.dtype) -> dict[
 
 def realize_inner(inner: DistributedOptimizer) -> None:
     """Give storage to hollow states; local, values are not set."""
+    offloaded.realize(inner.optimizer)
     for shard, state in inner.optimizer.state.items():
         if not any(is_hollow(value) for value in state.values()):
             continue
-        if is_fused(inner):
+        if keeps_main(inner):
             remainders = inner.config.store_param_remainders and shard.dtype == torch.bfloat16
             state.clear()
-            inner.optimizer.initialize_state(shard, keeps_main(inner) and remainders)
+            inner.optimizer.initialize_state(shard, remainders)
             continue
         for name, value in state.items():
             if is_hollow(value):

@@ -93,7 +93,9 @@ class LiveState:
     def create_moments(self, step: Step | None) -> None:
         """Make the optimizer's state entries without values: the transfer fills them; `step` is set. Local."""
         for run in self.runs.values():
-            run.create(step)
+            run.create()
+            if step is not None:
+                run.set_step(step)
 
     def state_dtypes(self) -> tuple[dict[str, str], str] | None:
         """Return the stored dtypes of the moments by name and that of a separate main parameter; None without runs."""
@@ -101,6 +103,13 @@ class LiveState:
             dtypes = {name: dtype_name(dtype) for name, dtype in state_dtypes(run.optimizer, run.main.dtype).items()}
             return dtypes, dtypes.pop("master_param", "float32")
         return None
+
+    def copy_to_host(self) -> None:
+        """Set the copies that an optimizer on the host has of fp32 main parameters; local, after the transfer."""
+        for run in self.runs.values():
+            copy = run.host_copy()
+            if copy is not None:
+                copy.data.copy_(run.main.detach())
 
     def realize(self) -> None:
         """Give storage to parameters, main parameters and moments of a world that was built hollow; local."""

@@ -59,6 +59,18 @@ def _differs(flag: str, dest: str, other: str, why: str) -> Refusal:
     )
 
 
+def _scaled(flag: str, dest: str, unscaled: tuple[str, ...]) -> Refusal:
+    """Refuse a dtype of optimizer states that Transformer Engine scales per shard; a name before parsing is done."""
+    return Refusal(
+        flag,
+        dest,
+        "other than " + " and ".join(f"`{name}`" for name in unscaled if name in ("fp32", "bf16")),
+        lambda args: str(getattr(args, dest, None) or "fp32").removeprefix("torch.") not in unscaled,
+        "states of this dtype have a scale per shard of the optimizer, which can't follow the elements",
+        "use " + " or ".join(f"{flag} {name}" for name in unscaled if name in ("fp32", "bf16")),
+    )
+
+
 _CONTEXT = "context-parallel groups of several levels are not rebuilt yet"
 _FSDP = "parameters are sharded by FSDP and not by the distributed optimizer, whose shards are what is moved"
 _SCALES = "scales and quantised copies are states that nobody moves yet"
@@ -79,12 +91,20 @@ REFUSALS: tuple[Refusal, ...] = (
         "the optimizer state is found through the shards of the distributed optimizer",
         "add --use-distributed-optimizer",
     ),
-    _set(
+    Refusal(
         "--use-precision-aware-optimizer",
         "use_precision_aware_optimizer",
-        "main parameters are kept as remainders, and reading a state gives a copy",
+        "given without `--optimizer-cpu-offload`",
+        lambda args: (
+            bool(getattr(args, "use_precision_aware_optimizer", None))
+            and not getattr(args, "optimizer_cpu_offload", None)
+        ),
+        "main parameters are kept as remainders, which was never tried",
+        "drop --use-precision-aware-optimizer",
     ),
-    _set("--optimizer-cpu-offload", "optimizer_cpu_offload", "states on the host are not moved yet"),
+    _scaled("--main-params-dtype", "main_params_dtype", ("fp32", "float32")),
+    _scaled("--exp-avg-dtype", "exp_avg_dtype", ("fp32", "float32", "bf16", "bfloat16")),
+    _scaled("--exp-avg-sq-dtype", "exp_avg_sq_dtype", ("fp32", "float32", "bf16", "bfloat16")),
     _set("--optimizer-cuda-graph", "optimizer_cuda_graph", _GRAPHS),
     _set("--freeze-all-layers", "freeze_all_layers", "there is no optimizer whose shards could be moved"),
     _set(

@@ -109,8 +109,7 @@ class CudaCopies:
 
 
 def copies_for(*memories: Mapping[str, torch.Tensor]) -> Copies:
-    """Return how to copy for the device that the memories are on; the CPU where they are empty."""
-    first = next((tensor for memory in memories for tensor in memory.values()), None)
-    if first is None or first.device.type != "cuda":
-        return HostCopies()
-    return CudaCopies(first.device)
+    """Return how to copy for the device that the memories are on; the CPU where they have nothing on a GPU."""
+    on_gpu = (t.device for memory in memories for t in memory.values() if t.device.type == "cuda")
+    device = next(on_gpu, None)
+    return HostCopies() if device is None else CudaCopies(device)

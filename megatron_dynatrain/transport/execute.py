@@ -134,7 +134,7 @@ class Execution:
     def _pack(self, message: Message, posted: Posted) -> torch.Tensor:
         if len(message.moves) == 1 and self._in_place:
             view = self._source.box(message.moves[0].source, message.moves[0].box)
-            if view.is_contiguous():
+            if self._can_travel(view):
                 return as_bytes(view)
         staging = self._stage(message, posted)
         offset = 0
@@ -147,11 +147,15 @@ class Execution:
     def _room(self, message: Message, posted: Posted) -> torch.Tensor:
         if len(message.moves) == 1 and self._in_place:
             view = self._target.box(message.moves[0].target, message.moves[0].box)
-            if view.is_contiguous():
+            if self._can_travel(view):
                 return as_bytes(view)
         staging = self._stage(message, posted)
         posted.unpack.append((message, staging))
         return staging
+
+    def _can_travel(self, view: torch.Tensor) -> bool:
+        """Return whether a transport can take the view itself: dense, and not on the host beside a GPU (offloading)."""
+        return view.is_contiguous() and view.device == self.copies.device
 
     def _stage(self, message: Message, posted: Posted) -> torch.Tensor:
         staging = self.copies.empty(message.nbytes)
