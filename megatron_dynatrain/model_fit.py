@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from megatron_dynatrain.errors import LayoutError
 from megatron_dynatrain.layout import ParallelLayout
 
 
-def check_model_fit(
+def check_model_fit(layout: ParallelLayout, **sizes: Any) -> None:
+    """Check everything that Megatron 0.19 asks of a model under a layout; takes what `misfits` takes.
+
+    Raises:
+        LayoutError: The first misfit; `subject` is the argument, `expected` and `got` its values.
+    """
+    for misfit in misfits(layout, **sizes):
+        raise misfit
+
+
+def misfits(
     layout: ParallelLayout,
     *,
     num_layers: int,
@@ -26,8 +37,10 @@ def check_model_fit(
     global_batch_size: int | None = None,
     micro_batch_size: int | None = None,
     eval_global_batch_size: int | None = None,
-) -> None:
-    """Check everything that Megatron 0.19 asks of a model under a layout; pure, so it can run before anything is built.
+    mtp_num_layers: int | None = None,
+    tied_embeddings: bool = False,
+) -> Iterator[LayoutError]:
+    """Yield everything that Megatron 0.19 asks of a model and doesn't get under a layout; pure, needs nothing built.
 
     Args:
         layout: The layout.
@@ -45,19 +58,30 @@ def check_model_fit(
         global_batch_size: Samples per step; None skips the checks of it.
         micro_batch_size: Samples per micro-batch and data-parallel rank; None skips the checks of it.
         eval_global_batch_size: Samples per step of an evaluation; None skips the checks of it.
-
-    Raises:
-        LayoutError: The first misfit; `subject` is the argument, `expected` and `got` its values.
+        mtp_num_layers: Layers of multi-token prediction; None or 0 for none.
+        tied_embeddings: Whether input and output embeddings are one parameter.
     """
-    layout.stage_layers(num_layers)
-    _check_tensors(layout, num_attention_heads, num_query_groups, ffn_hidden_size, hidden_size, padded_vocab_size)
-    _check_projection(layout, num_attention_heads, num_query_groups, kv_channels or hidden_size // num_attention_heads)
-    _check_experts(layout, num_experts, moe_ffn_hidden_size or ffn_hidden_size, add_bias_linear)
+    try:
+        layout.stage_layers(num_layers)
+    except LayoutError as error:
+        yield error
+    yield from _of_tensors(
+        layout,
+        num_attention_heads,
+        num_query_groups,
+        ffn_hidden_size,
+        hidden_size,
+        padded_vocab_size,
+        kv_channels or hidden_size // num_attention_heads,
+    )
+    yield from _of_experts(layout, num_experts, moe_ffn_hidden_size or ffn_hidden_size, add_bias_linear)
+    if mtp_num_layers and tied_embeddings:
+        yield from _of_tied_prediction(layout, mtp_num_layers)
     if seq_length is not None:
-        _check_sequence(layout, seq_length)
+        yield from _of_sequence(layout, seq_length)
     for name, size in (("global_batch_size", global_batch_size), ("eval_global_batch_size", eval_global_batch_size)):
         if size is not None and micro_batch_size is not None:
-            _check_batch(layout, name, size, micro_batch_size)
+            yield from _of_batch(layout, name, size, micro_batch_size)
 
 
 def padded_vocab_size(vocab_size: int, divisor: int, tp_sizes: Iterable[int]) -> int:
@@ -74,24 +98,27 @@ def padded_vocab_size(vocab_size: int, divisor: int, tp_sizes: Iterable[int]) ->
     return -(-vocab_size // multiple) * multiple
 
 
-def _check_tensors(layout: ParallelLayout, heads: int, groups: int, ffn: int | None, hidden: int, vocab: int) -> None:
-    _positive("hidden_size", hidden)
-    _divides(layout, "num_attention_heads", heads, "tp", layout.tp)
+def _of_tensors(
+    layout: ParallelLayout, heads: int, groups: int, ffn: int | None, hidden: int, vocab: int, width: int
+) -> Iterator[LayoutError]:
+    yield from _positive("hidden_size", hidden)
+    yield from _divides(layout, "num_attention_heads", heads, "tp", layout.tp)
+    yield from _of_query_groups(layout, heads, groups, width)
+    if ffn is not None:
+        yield from _divides(layout, "ffn_hidden_size", ffn, "tp", layout.tp)
+    yield from _divides(layout, "padded_vocab_size", vocab, "tp", layout.tp)
+
+
+def _of_query_groups(layout: ParallelLayout, heads: int, groups: int, width: int) -> Iterator[LayoutError]:
+    """Yield what is wrong with the fused projection of queries, keys and values, at most one thing."""
+    rows = (heads + 2 * groups) * width
     # A rank of a wider tensor-parallel group holds a part of a query group, and gathers it to use it.
     if groups < 1 or (groups % layout.tp and layout.tp % groups):
-        raise _misfit(layout, "num_query_groups", f"a multiple or a divisor of tp {layout.tp}", groups)
-    if heads % groups:
-        raise _misfit(layout, "num_query_groups", f"a divisor of the {heads} attention heads", groups)
-    if ffn is not None:
-        _divides(layout, "ffn_hidden_size", ffn, "tp", layout.tp)
-    _divides(layout, "padded_vocab_size", vocab, "tp", layout.tp)
-
-
-def _check_projection(layout: ParallelLayout, heads: int, groups: int, width: int) -> None:
-    """Check the rows of the fused projection of queries, keys and values, which tensor parallelism splits evenly."""
-    rows = (heads + 2 * groups) * width
-    if rows % layout.tp:
-        raise _misfit(
+        yield _misfit(layout, "num_query_groups", f"a multiple or a divisor of tp {layout.tp}", groups)
+    elif heads % groups:
+        yield _misfit(layout, "num_query_groups", f"a divisor of the {heads} attention heads", groups)
+    elif rows % layout.tp:  # tensor parallelism splits them evenly
+        yield _misfit(
             layout,
             "num_query_groups",
             f"(heads + 2 x groups) x head width to be a multiple of tp {layout.tp}",
@@ -99,30 +126,48 @@ def _check_projection(layout: ParallelLayout, heads: int, groups: int, width: in
         )
 
 
-def _check_experts(layout: ParallelLayout, experts: int | None, ffn: int | None, bias: bool) -> None:
+def _of_experts(layout: ParallelLayout, experts: int | None, ffn: int | None, bias: bool) -> Iterator[LayoutError]:
     if experts is None:
         if layout.ep > 1:
-            raise _misfit(layout, "num_experts", f"experts to spread over ep {layout.ep}", None)
+            yield _misfit(layout, "num_experts", f"experts to spread over ep {layout.ep}", None)
         return
-    _divides(layout, "num_experts", experts, "ep", layout.ep)
+    yield from _divides(layout, "num_experts", experts, "ep", layout.ep)
     if ffn is not None:
-        _divides(layout, "moe_ffn_hidden_size", ffn, "etp", layout.etp)
+        yield from _divides(layout, "moe_ffn_hidden_size", ffn, "etp", layout.etp)
     if bias and layout.etp > 1:
-        raise _misfit(
+        yield _misfit(
             layout, "etp", "1, which Megatron asks of experts with biases (--disable-bias-linear)", layout.etp
         )
     if layout.tp > 1 and not layout.sequence_parallel:
-        raise _misfit(layout, "sequence_parallel", f"on, which Megatron asks of experts with tp {layout.tp}", False)
+        yield _misfit(layout, "sequence_parallel", f"on, which Megatron asks of experts with tp {layout.tp}", False)
 
 
-def _check_sequence(layout: ParallelLayout, seq_length: int) -> None:
-    _positive("seq_length", seq_length)
+def _of_tied_prediction(layout: ParallelLayout, mtp_num_layers: int) -> Iterator[LayoutError]:
+    """Yield a stage of multi-token prediction without the embedding that it is tied to.
+
+    Megatron-Core 0.19 gives that stage an output weight that nothing uses or keeps equal to the embedding, and its
+    `sharded_state_dict` asserts that there is none, so that such a job can't be saved either.
+    """
+    if layout.pp > 1:
+        yield LayoutError(
+            "multi-token prediction with tied embeddings can't be on another stage than the embedding",
+            subject="mtp_num_layers",
+            expected="pp 1 (--pipeline-model-parallel-size 1), or --untie-embeddings-and-output-weights",
+            got=f"pp {layout.pp} with --mtp-num-layers {mtp_num_layers} and tied embeddings",
+            hint="launch with --untie-embeddings-and-output-weights, or keep to layouts with pp 1",
+        )
+
+
+def _of_sequence(layout: ParallelLayout, seq_length: int) -> Iterator[LayoutError]:
+    if seq_length < 1:
+        yield from _positive("seq_length", seq_length)
+        return
     if layout.cp > 1:
         # Each rank has one chunk from the front of the sequence and its mirror from the back.
-        _divides(layout, "seq_length", seq_length, f"2 x cp {layout.cp} =", 2 * layout.cp)
+        yield from _divides(layout, "seq_length", seq_length, f"2 x cp {layout.cp} =", 2 * layout.cp)
     if layout.sequence_parallel and seq_length % (layout.cp * layout.tp):
         parts = layout.cp * layout.tp
-        raise _misfit(
+        yield _misfit(
             layout,
             "seq_length",
             f"a multiple of cp {layout.cp} x tp {layout.tp} = {parts} for sequence parallelism",
@@ -130,12 +175,15 @@ def _check_sequence(layout: ParallelLayout, seq_length: int) -> None:
         )
 
 
-def _check_batch(layout: ParallelLayout, name: str, global_batch: int, micro_batch: int) -> None:
-    _positive("micro_batch_size", micro_batch)
+def _of_batch(layout: ParallelLayout, name: str, global_batch: int, micro_batch: int) -> Iterator[LayoutError]:
+    """Yield what is wrong with a batch, at most one thing: the number of micro-batches is only then a number."""
     step = micro_batch * layout.dp
-    _divides(layout, name, global_batch, f"micro batch {micro_batch} x dp {layout.dp} =", step)
-    if layout.vpp is not None and global_batch // step % layout.pp:
-        raise _misfit(
+    if micro_batch < 1:
+        yield from _positive("micro_batch_size", micro_batch)
+    elif global_batch < 1 or global_batch % step:
+        yield from _divides(layout, name, global_batch, f"micro batch {micro_batch} x dp {layout.dp} =", step)
+    elif layout.vpp is not None and global_batch // step % layout.pp:
+        yield _misfit(
             layout,
             name,
             f"micro-batches per step that are a multiple of pp {layout.pp}, for the interleaved schedule",
@@ -143,14 +191,14 @@ def _check_batch(layout: ParallelLayout, name: str, global_batch: int, micro_bat
         )
 
 
-def _positive(name: str, value: int) -> None:
+def _positive(name: str, value: int) -> Iterator[LayoutError]:
     if value < 1:
-        raise LayoutError(f"{name} must be positive", subject=name, expected=">= 1", got=value)
+        yield LayoutError(f"{name} must be positive", subject=name, expected=">= 1", got=value)
 
 
-def _divides(layout: ParallelLayout, name: str, value: int, divisor_name: str, divisor: int) -> None:
+def _divides(layout: ParallelLayout, name: str, value: int, divisor_name: str, divisor: int) -> Iterator[LayoutError]:
     if value < 1 or value % divisor:
-        raise _misfit(layout, name, f"a multiple of {divisor_name} {divisor}", value)
+        yield _misfit(layout, name, f"a multiple of {divisor_name} {divisor}", value)
 
 
 def _misfit(layout: ParallelLayout, name: str, expected: str, got: object) -> LayoutError:

@@ -29,6 +29,8 @@ _DEFAULTS: Mapping[str, FlagValue | None] = {
     "disable-bias-linear": False,
     "num-experts": None,
     "moe-ffn-hidden-size": None,
+    "mtp-num-layers": None,
+    "untie-embeddings-and-output-weights": False,
     "train-iters": None,
     "train-samples": None,
     "eval-iters": 100,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
-from megatron_dynatrain.errors import DynaTrainError
-from megatron_dynatrain.model_fit import check_model_fit, padded_vocab_size
+from megatron_dynatrain.errors import LayoutError
+from megatron_dynatrain.model_fit import misfits, padded_vocab_size
 from megatron_dynatrain.schedule.clock import Clock
 from megatron_dynatrain.schedule.problems import Problem, ScheduleProblemsError
 from megatron_dynatrain.schedule.resolve import PlannedSwitch, Target, layout_problem, resolve_or_explain
@@ -33,6 +33,8 @@ class ModelSizes:
         add_bias_linear: Whether linears have biases.
         global_batch_size: Samples per iteration at launch.
         eval_global_batch_size: Samples per step of an evaluation, the same under every layout; None without any.
+        mtp_num_layers: Layers of multi-token prediction; None or 0 for none.
+        tied_embeddings: Whether input and output embeddings are one parameter, as is Megatron's default.
     """
 
     num_layers: int
@@ -48,6 +50,8 @@ class ModelSizes:
     add_bias_linear: bool = False
     global_batch_size: int
     eval_global_batch_size: int | None = None
+    mtp_num_layers: int | None = None
+    tied_embeddings: bool = False
 
 
 def check_schedule(
@@ -142,57 +146,38 @@ class _Times:
         return clock.last_iteration(self.train_samples - global_batch_size)
 
 
-def _check_fit(model: ModelSizes, target: Target, tps: Iterable[int]) -> None:
-    """Raise LayoutError where the model doesn't fit a layout."""
-    check_model_fit(
-        target.layout,
-        num_layers=model.num_layers,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.num_query_groups or model.num_attention_heads,
-        ffn_hidden_size=model.ffn_hidden_size or 4 * model.hidden_size,
-        hidden_size=model.hidden_size,
-        padded_vocab_size=model.padded_vocab_size or math.lcm(*tps),
-        num_experts=model.num_experts,
-        moe_ffn_hidden_size=model.moe_ffn_hidden_size,
-        kv_channels=model.kv_channels,
-        add_bias_linear=model.add_bias_linear,
-        seq_length=model.seq_length,
-        global_batch_size=target.global_batch_size or model.global_batch_size,
-        micro_batch_size=target.micro_batch_size,
-        eval_global_batch_size=model.eval_global_batch_size,
-    )
+def _misfits(model: ModelSizes, target: Target, tps: Iterable[int]) -> list[LayoutError]:
+    """Return everything of the model that doesn't fit a layout."""
+    sizes = asdict(model) | {
+        "num_query_groups": model.num_query_groups or model.num_attention_heads,
+        "ffn_hidden_size": model.ffn_hidden_size or 4 * model.hidden_size,
+        "padded_vocab_size": model.padded_vocab_size or math.lcm(*tps),
+        "global_batch_size": target.global_batch_size or model.global_batch_size,
+    }
+    return list(misfits(target.layout, micro_batch_size=target.micro_batch_size, **sizes))
 
 
 def _launch_problems(model: ModelSizes, launch: Target, tps: Iterable[int]) -> list[Problem]:
-    try:
-        _check_fit(model, launch, tps)
-    except DynaTrainError as error:
-        return [
-            Problem(
-                message=error.message,
-                file=launch.where,
-                key=error.subject or "",
-                expected=str(error.expected),
-                got=str(error.got),
-                hint=error.hint,
-            )
-        ]
-    return []
+    return [
+        Problem(
+            message=error.message,
+            file=launch.where,
+            key=error.subject or "",
+            expected=str(error.expected),
+            got=str(error.got),
+            hint=error.hint,
+        )
+        for error in _misfits(model, launch, tps)
+    ]
 
 
 def _fit_problems(
     schedule: Schedule, planned: PlannedSwitch, model: ModelSizes, launch: Target, tps: Iterable[int]
 ) -> list[Problem]:
-    """Return what is not supported about a layout, or else the first size of the model that it doesn't divide."""
+    """Return what is not supported about a layout, and the sizes of the model that it doesn't divide."""
     switch = schedule.switches[planned.index]
-    problems = _unsupported(schedule, switch, planned.target, launch)
-    if problems:
-        return problems
-    try:
-        _check_fit(model, planned.target, tps)
-    except DynaTrainError as error:
-        return [layout_problem(schedule, switch, error)]
-    return []
+    found = [layout_problem(schedule, switch, error) for error in _misfits(model, planned.target, tps)]
+    return _unsupported(schedule, switch, planned.target, launch) + found
 
 
 def _unsupported(schedule: Schedule, switch: SwitchSpec, target: Target, launch: Target) -> list[Problem]:

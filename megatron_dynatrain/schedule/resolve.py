@@ -37,6 +37,7 @@ _MODEL_SIZES: Mapping[str, tuple[str, ...]] = {
     "num_experts": ("ep",),
     "moe_ffn_hidden_size": ("etp", "tp"),
     "global_batch_size": ("global_batch_size", "micro_batch_size", "tp", "cp", "pp", "vpp"),
+    "mtp_num_layers": ("pp",),
     "eval_global_batch_size": ("micro_batch_size", "tp", "cp", "pp", "vpp"),
 }
 """Keys a layout can write behind a size of the model that it doesn't divide."""

@@ -190,6 +190,8 @@ def model_sizes(args: Namespace, padded_vocab_size: int | None = None) -> ModelS
         add_bias_linear=args.add_bias_linear,
         global_batch_size=args.global_batch_size,
         eval_global_batch_size=args.eval_global_batch_size if args.eval_iters else None,
+        mtp_num_layers=args.mtp_num_layers,
+        tied_embeddings=not args.untie_embeddings_and_output_weights,
     )
 
 

@@ -256,6 +256,8 @@ def test_the_sizes_of_the_model_are_read_from_the_arguments() -> None:
         global_batch_size=8,
         eval_global_batch_size=4,
         eval_iters=0,
+        mtp_num_layers=None,
+        untie_embeddings_and_output_weights=False,
         padded_vocab_size=128,
     )
     assert model_sizes(args).num_query_groups == 8
@@ -267,6 +269,9 @@ def test_the_sizes_of_the_model_are_read_from_the_arguments() -> None:
     assert model_sizes(args).eval_global_batch_size is None
     args.eval_iters = 2
     assert model_sizes(args).eval_global_batch_size == 4
+    assert (model_sizes(args).mtp_num_layers, model_sizes(args).tied_embeddings) == (None, True)
+    args.mtp_num_layers, args.untie_embeddings_and_output_weights = 2, True
+    assert (model_sizes(args).mtp_num_layers, model_sizes(args).tied_embeddings) == (2, False)
 
 
 def test_neither_torch_nor_megatron_is_imported() -> None:

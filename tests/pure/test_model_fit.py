@@ -8,7 +8,7 @@ import pytest
 
 from megatron_dynatrain.errors import LayoutError
 from megatron_dynatrain.layout import ParallelLayout
-from megatron_dynatrain.model_fit import check_model_fit, padded_vocab_size
+from megatron_dynatrain.model_fit import check_model_fit, misfits, padded_vocab_size
 
 DENSE: dict[str, Any] = {
     "num_layers": 12,
@@ -39,6 +39,9 @@ MOE = DENSE | {"num_experts": 12, "moe_ffn_hidden_size": 24}
         (ParallelLayout(dp=5), DENSE | {"global_batch_size": None}),
         (ParallelLayout(dp=5), DENSE | {"micro_batch_size": None}),
         (ParallelLayout(cp=5, dp=1), DENSE | {"seq_length": None}),
+        (ParallelLayout(tp=2, dp=1), DENSE | {"mtp_num_layers": 1, "tied_embeddings": True}),
+        (ParallelLayout(dp=1, pp=2), DENSE | {"mtp_num_layers": 1}),
+        (ParallelLayout(dp=1, pp=2), DENSE | {"mtp_num_layers": 0, "tied_embeddings": True}),
     ],
 )
 def test_fits(layout: ParallelLayout, model: dict[str, Any]) -> None:
@@ -76,6 +79,13 @@ def test_fits(layout: ParallelLayout, model: dict[str, Any]) -> None:
         (ParallelLayout(dp=1), DENSE | {"seq_length": 0}, "seq_length", ">= 1", 0),
         (ParallelLayout(dp=5), DENSE, "global_batch_size", "a multiple of micro batch 2 x dp 5 = 10", 24),
         (ParallelLayout(dp=1), DENSE | {"micro_batch_size": 0}, "micro_batch_size", ">= 1", 0),
+        (
+            ParallelLayout(dp=1, pp=2),
+            DENSE | {"mtp_num_layers": 1, "tied_embeddings": True},
+            "mtp_num_layers",
+            "--untie-embeddings-and-output-weights",
+            "pp 2 with --mtp-num-layers 1 and tied embeddings",
+        ),
         (ParallelLayout(dp=4, pp=2, vpp=2), DENSE, "global_batch_size", "a multiple of pp 2", "= 3 micro-batches"),
     ],
 )
@@ -88,6 +98,34 @@ def test_misfits_name_the_field(
     assert error.subject == subject
     assert expected in str(error.expected)
     assert str(error.got).endswith(str(got))
+
+
+@pytest.mark.parametrize(
+    ("layout", "model", "subjects"),
+    [
+        (ParallelLayout(dp=1), DENSE, []),
+        (
+            ParallelLayout(tp=5, cp=5, dp=5, ep=5, pp=5, sequence_parallel=True),
+            MOE,
+            [
+                "num_layers",
+                "num_attention_heads",
+                "num_query_groups",
+                "ffn_hidden_size",
+                "padded_vocab_size",
+                "num_experts",
+                "moe_ffn_hidden_size",
+                "seq_length",
+                "seq_length",
+                "global_batch_size",
+            ],
+        ),
+        (ParallelLayout(tp=2, dp=2, etp=2), MOE | {"add_bias_linear": True}, ["etp", "sequence_parallel"]),
+        (ParallelLayout(dp=5), DENSE | {"eval_global_batch_size": 7}, ["global_batch_size", "eval_global_batch_size"]),
+    ],
+)
+def test_all_misfits_are_found_each_once(layout: ParallelLayout, model: dict[str, Any], subjects: list[str]) -> None:
+    assert [error.subject for error in misfits(layout, **model)] == subjects
 
 
 def test_one_padded_vocabulary_for_all_layouts() -> None:

@@ -55,7 +55,7 @@ MISFIT = "s.yaml:3 switches[0].to{key}: the model doesn't fit the layout {layout
 @pytest.mark.parametrize(
     ("to", "changes", "key", "layout", "size", "rest"),
     [
-        ("tp: 3", {"num_attention_heads": 8, "num_query_groups": 8}, "tp", "tp3 dp4", "num_attention_heads",
+        ("tp: 3", {"num_attention_heads": 8, "num_query_groups": 1}, "tp", "tp3 dp4", "num_attention_heads",
          "expected: a multiple of tp 3; got: 8"),
         ("tp: 6", {"num_query_groups": 4}, "tp", "tp6 dp2", "num_query_groups",
          "expected: a multiple or a divisor of tp 6; got: 4"),
@@ -255,3 +255,43 @@ def test_everything_that_is_wrong_is_told_at_once_each_on_its_line() -> None:
         "s.yaml:5 switches[2].to",
         "s.yaml:5 switches[2].at_iteration",
     ]
+
+
+def test_every_size_that_a_layout_does_not_divide_is_told() -> None:
+    problems = problems_of(
+        "at_iteration: 5, to: {tp: 3, micro_batch_size: 4, ranks: [0, 1, 2, 3, 4, 5]}\n"
+        "at_iteration: 9, to: {tp: 1, ranks: null}",
+        num_query_groups=4,
+        ffn_hidden_size=64,
+        global_batch_size=27,
+        eval_global_batch_size=36,
+        train_iters=9,
+    )
+    expected = [
+        ("launch flags global_batch_size", "the model doesn't fit"),
+        ("s.yaml:3 switches[0].to.ranks", "a switch of ranks is not supported yet"),
+        ("s.yaml:3 switches[0].to.tp", "num_query_groups (at_iteration: 5)"),
+        ("s.yaml:3 switches[0].to.tp", "ffn_hidden_size (at_iteration: 5)"),
+        ("s.yaml:3 switches[0].to", "global_batch_size (at_iteration: 5)"),
+        ("s.yaml:3 switches[0].to", "eval_global_batch_size (at_iteration: 5)"),
+        ("s.yaml:4 switches[1].to.tp", "global_batch_size (at_iteration: 9)"),
+        ("s.yaml:4 switches[1].to.tp", "eval_global_batch_size (at_iteration: 9)"),
+        ("s.yaml:4 switches[1].at_iteration", "the switch never happens"),
+    ]
+    assert [problem.split(": ")[0] for problem in problems] == [place for place, _ in expected]
+    assert all(words in problem for problem, (_, words) in zip(problems, expected, strict=True))
+
+
+def test_a_stage_of_multi_token_prediction_without_its_tied_embedding_is_refused() -> None:
+    switches = "at_iteration: 5, to: {pp: 2}\nat_iteration: 6, to: {pp: 1, tp: 2}"
+    prediction = {"mtp_num_layers": 1, "tied_embeddings": True}
+    assert problems_of(switches, **prediction) == [
+        "s.yaml:3 switches[0].to.pp: multi-token prediction with tied embeddings can't be on another stage than the"
+        " embedding: mtp_num_layers (at_iteration: 5); expected: pp 1 (--pipeline-model-parallel-size 1), or"
+        " --untie-embeddings-and-output-weights; got: pp 2 with --mtp-num-layers 1 and tied embeddings;"
+        " hint: launch with --untie-embeddings-and-output-weights, or keep to layouts with pp 1"
+    ]
+    (problem,) = problems_of("at_iteration: 5, to: {pp: 1}", launch={"pp": 2}, **prediction)
+    assert problem.startswith("launch flags mtp_num_layers: multi-token prediction with tied embeddings")
+    check(switches, **(prediction | {"tied_embeddings": False}))
+    check(switches, **(prediction | {"mtp_num_layers": None}))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
+from tests.ranks.context import RankContext
 from tests.ranks.dynamic import layout_keys, run_switched
 from tests.ranks.gpt_args import checkpoint_args
 from tests.ranks.hooks import mend_checkpoints
-from tests.ranks.pool import RankPool
+from tests.ranks.pool import RankFailure, RankPool
 from tests.states import watch
 from tests.states.switched import FIRST, FP32, SECOND, STEPS, assert_trains_on, run_twice_switched, small_args
 
@@ -76,18 +75,46 @@ def test_dropout_keeps_replicas_equal_and_tensor_ranks_apart(ranks: RankPool) ->
     assert losses[FIRST:] != never[FIRST:]  # other streams, other masks
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_multi_token_prediction(ranks: RankPool, tied: bool) -> None:
-    """Its stage keeps a copy of the embedding. With tied embeddings Megatron can't put it on another stage: refused."""
-    model: dict[str, Any] = {"swiglu": True, "tied": tied}
-    argv = small_args("--mtp-num-layers 1", **model)
-    if not tied:
-        run = assert_trains_on(ranks, argv, {"pp": 2}, {"tp": 2}, within=FP32)
-        assert "mtp.layers.0.eh_proj.weight" in {key for key, _ in run.ranks[0].extra["after"].bits}
-        return
-    run = run_switched(ranks, 2, argv, {FIRST: layout_keys(pp=2), SECOND: layout_keys(tp=2)})
-    assert [switch.outcome for switch in run.switches] == ["refused", "committed"]
-    assert "subject: --mtp-num-layers; expected: pp 1, or --untie-embeddings" in str(run.switches[0].error)
+def test_multi_token_prediction(ranks: RankPool) -> None:
+    """Its stage keeps a copy of the embedding."""
+    argv = small_args("--mtp-num-layers 1", swiglu=True, tied=False)
+    run = assert_trains_on(ranks, argv, {"pp": 2}, {"tp": 2}, within=FP32)
+    assert "mtp.layers.0.eh_proj.weight" in {key for key, _ in run.ranks[0].extra["after"].bits}
+
+
+def test_multi_token_prediction_with_tied_embeddings_is_refused_on_another_stage_before_step_1(ranks: RankPool) -> None:
+    argv = small_args("--mtp-num-layers 1", swiglu=True)
+    with pytest.raises(RankFailure) as caught:
+        run_switched(ranks, 2, argv, {FIRST: layout_keys(pp=2), SECOND: layout_keys(tp=2)})
+    text = str(caught.value)
+    assert "ScheduleProblemsError" in text
+    assert "switches[0].to.pp; expected: pp 1 (--pipeline-model-parallel-size 1), or --untie-embeddings-and" in text
+    assert "got: pp 2 with --mtp-num-layers 1 and tied embeddings; hint: launch with --untie-embeddings" in text
+    assert "iteration        1/" not in text
+    run = run_switched(ranks, 2, argv, {FIRST: layout_keys(tp=2), SECOND: layout_keys()})
+    assert [switch.outcome for switch in run.switches] == ["committed", "committed"]
+
+
+def _tied_prediction(context: RankContext) -> str:
+    """Return what a Switcher says of such a stage, which nobody asked for the sizes of its model."""
+    import types
+
+    from megatron_dynatrain.errors import UnsupportedError
+    from megatron_dynatrain.mcore import describe
+
+    del context
+    stage = types.SimpleNamespace(share_embeddings_and_output_weights=True, mtp_process=True, pre_process=True)
+    stage.config = types.SimpleNamespace(pipeline_model_parallel_size=2)
+    describe._refuse_tied_mtp(stage)
+    stage.pre_process = False
+    with pytest.raises(UnsupportedError) as refused:
+        describe._refuse_tied_mtp(stage)
+    return str(refused.value)
+
+
+def test_a_stage_of_tied_multi_token_prediction_is_not_described(ranks: RankPool) -> None:
+    (text,) = ranks.run(1, _tied_prediction)
+    assert "subject: --mtp-num-layers; expected: pp 1, or --untie-embeddings" in text
 
 
 def test_multi_token_prediction_with_experts(ranks: RankPool) -> None:
