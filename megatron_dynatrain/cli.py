@@ -97,7 +97,7 @@ def check(
             seq_length=seq_length,
         )
         planned = check_schedule(
-            build_schedule(source), model, launch, world, train_iters, train_samples, start_iteration
+            build_schedule(source, partly=True), model, launch, world, train_iters, train_samples, start_iteration
         )
     batch = known["global_batch_size"]
     start = Clock(iteration=start_iteration, samples=start_iteration * batch, global_batch_size=batch)

@@ -68,7 +68,7 @@ def check_schedule(
     """Return the switches of a schedule in full, each checked against the job; pure, the same on every rank.
 
     Args:
-        schedule: The schedule.
+        schedule: The schedule; one that was read `partly` is checked as far as it goes, and refused.
         model: Sizes of the model and its batches.
         launch: What the job was launched on.
         world_size: Number of ranks.
@@ -79,8 +79,8 @@ def check_schedule(
         check_times: Whether the start is known, so that switches in the past, after the end and out of order are found.
 
     Raises:
-        ScheduleError: With everything that is wrong: layouts that don't fit the world or the model, switches in the
-            past, after the end or at the same boundary, keys that are not supported yet.
+        ScheduleError: With everything that is wrong: what could not be read, layouts that don't fit the world or the
+            model, switches in the past, after the end or at the same boundary, keys that are not supported yet.
     """
     launch = replace(launch, global_batch_size=launch.global_batch_size or model.global_batch_size)
     planned, layout_problems = resolve_or_explain(schedule, launch, world_size)
@@ -89,12 +89,13 @@ def check_schedule(
     start = Clock(iteration=start_iteration, samples=start_samples, global_batch_size=model.global_batch_size)
     tps = [launch.layout.tp, *(switch.target.layout.tp for switch in planned)]
 
-    problems = _launch_problems(model, launch, tps)
-    problems += layout_problems
+    problems = [*schedule.problems, *_launch_problems(model, launch, tps), *layout_problems]
     for switch in planned:
         problems += _fit_problems(schedule, switch, model, launch, tps)
     if check_times:
-        problems += _time_problems(schedule, _Times(start, train_iters, train_samples))
+        told = {(problem.key, problem.message) for problem in problems}
+        found = _time_problems(schedule, _Times(start, train_iters, train_samples))
+        problems += [problem for problem in found if (problem.key, problem.message) not in told]
     if problems:
         raise ScheduleProblemsError(sorted(problems, key=lambda problem: problem.line or 0))
     return planned

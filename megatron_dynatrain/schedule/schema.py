@@ -98,28 +98,35 @@ class Schedule:
         source: The file, for the place of everything in it.
         layouts: The named layouts.
         switches: In the order in which they happen.
+        problems: What can't be read, where the schedule was built from the rest (`partly`); none otherwise.
     """
 
     source: Source
     layouts: Mapping[str, LayoutSpec]
     switches: tuple[SwitchSpec, ...]
+    problems: tuple[Problem, ...] = ()
 
 
-def load_schedule(path: str | FilePath) -> Schedule:
+def load_schedule(path: str | FilePath, *, partly: bool = False) -> Schedule:
     """Read and validate a schedule file.
+
+    Args:
+        path: The file.
+        partly: Return the switches before the first one that can't be read, so that `check_schedule` tells what is
+            wrong with them too. What can't be read is in the schedule's `problems`.
 
     Raises:
         ScheduleError: With all that is wrong, each with file, line, key, expected and got.
     """
-    return build_schedule(read_source(path))
+    return build_schedule(read_source(path), partly=partly)
 
 
-def parse_schedule(text: str, file: str = "<schedule>") -> Schedule:
+def parse_schedule(text: str, file: str = "<schedule>", *, partly: bool = False) -> Schedule:
     """Validate a schedule given as text; see load_schedule."""
-    return build_schedule(parse_source(text, file))
+    return build_schedule(parse_source(text, file), partly=partly)
 
 
-def build_schedule(source: Source) -> Schedule:
+def build_schedule(source: Source, *, partly: bool = False) -> Schedule:
     """Validate a schedule that was read; see load_schedule."""
     problems = list(source.problems)
     parsed = None
@@ -127,19 +134,43 @@ def build_schedule(source: Source) -> Schedule:
         parsed = _ScheduleFile.model_validate(source.data)
     except ValidationError as error:
         problems += complain(error, source, _keys_at)
-    if parsed is None or problems:
+        data = _readable(source.data, {detail["loc"][:2] for detail in error.errors(include_url=False)})
+        parsed = None if data is None else _ScheduleFile.model_validate(data)
+    if parsed is None or source.problems or (problems and not partly):
         raise ScheduleProblemsError(sorted(problems, key=lambda problem: problem.line or 0))
-    switches = []
+    switches: list[SwitchSpec] = []
+    unread = 0
     for index, switch in enumerate(parsed.switches):
         spec = _switch(source, parsed, switch, ("switches", index))
-        if isinstance(spec, SwitchSpec):
-            switches.append(spec)
-        else:
+        if isinstance(spec, Problem):
             problems.append(spec)
+            unread += 1
+        elif not unread or not partly:
+            switches.append(spec)
     problems += _order_problems(source, switches)
-    if problems:
-        raise ScheduleProblemsError(problems)
-    return Schedule(source, dict(parsed.layouts), tuple(switches))
+    if problems and not (partly and switches):
+        raise ScheduleProblemsError(sorted(problems, key=lambda problem: problem.line or 0))
+    return Schedule(source, dict(parsed.layouts), tuple(switches), tuple(problems))
+
+
+def _readable(data: object, bad: set[tuple[str | int, ...]]) -> dict[str, Any] | None:
+    """Return a schedule up to its first switch that is bad or names a layout that is; None where that is nothing.
+
+    The switches after it are left out, because nobody knows the values of the keys that they don't name.
+
+    Args:
+        data: The whole schedule.
+        bad: Places of what is wrong, down to the switch or layout.
+    """
+    if not isinstance(data, dict) or any(len(place) < 2 for place in bad):
+        return None
+    layouts = {name: value for name, value in data.get("layouts", {}).items() if ("layouts", name) not in bad}
+    switches = []
+    for index, switch in enumerate(data["switches"]):
+        if ("switches", index) in bad or (isinstance(switch["to"], str) and ("layouts", switch["to"]) in bad):
+            break
+        switches.append(switch)
+    return {**data, "layouts": layouts, "switches": switches} if switches else None
 
 
 def _keys_at(path: Path) -> tuple[str, ...]:

@@ -31,12 +31,12 @@ def pinned_vocabulary(args: Namespace, schedule: Schedule | None, tokens: int) -
 
 
 def read_schedule(options: DynamicOptions) -> Schedule | None:
-    """Return the schedule of the flags; None where there is none.
+    """Return the schedule of the flags, as far as it can be read: its check refuses the rest; None where there is none.
 
     Raises:
         ScheduleError: The file is wrong; names file, line and key.
     """
-    return load_schedule(options.schedule) if options.schedule is not None else None
+    return load_schedule(options.schedule, partly=True) if options.schedule is not None else None
 
 
 def planned_switches(

@@ -23,12 +23,14 @@ MODEL: dict[str, Any] = {
 }
 
 
-def check(switches: str, *, world_size: int = 12, launch: dict[str, Any] | None = None, **changes: Any) -> Any:
+def check(
+    switches: str, *, layouts: str = "", world_size: int = 12, launch: dict[str, Any] | None = None, **changes: Any
+) -> Any:
     """Check the given switches; sizes of the model and limits of the training can be changed by name."""
     times = ("train_iters", "train_samples", "start_iteration", "start_samples", "check_times")
     limits = {name: changes.pop(name) for name in times if name in changes}
     lines = "".join(f"  - {{{switch}}}\n" for switch in switches.split("\n"))
-    schedule = parse_schedule(f"version: 1\nswitches:\n{lines}", "s.yaml")
+    schedule = parse_schedule(f"version: 1\n{layouts}switches:\n{lines}", "s.yaml", partly=True)
     target = Target(None, ParallelLayout.for_world(world_size, **(launch or {})), 1, "launch flags")
     return check_schedule(schedule, ModelSizes(**(MODEL | changes)), target, world_size, **limits)
 
@@ -280,6 +282,43 @@ def test_every_size_that_a_layout_does_not_divide_is_told() -> None:
     ]
     assert [problem.split(": ")[0] for problem in problems] == [place for place, _ in expected]
     assert all(words in problem for problem, (_, words) in zip(problems, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("switches", "places"),
+    [
+        # What can't be read, and a switch before it that doesn't fit; nothing of the switch after it.
+        (
+            "at_iteration: 5, to: {tp: 5}\nat_iteration: 6, to: {tq: 2}\nat_iteration: 7, to: {tp: 5}",
+            ["s.yaml:3 switches[0].to.tp", "s.yaml:4 switches[1].to.tq"],
+        ),
+        (
+            "at_iteration: 5, to: {tp: 5}\nat_iteration: 6, to: wide\nat_iteration: 7, to: {tp: 5}",
+            ["s.yaml:3 switches[0].to.tp", "s.yaml:4 switches[1].to"],
+        ),
+        (
+            "at_iteration: 5, to: {tp: 5}\nto: {tp: 1}\nat_samples: 1, to: {tp: 2, sp: true}",
+            ["s.yaml:3 switches[0].to.tp", "s.yaml:5 switches[2].to.sp", "s.yaml:4 switches[1]"],
+        ),
+        # Out of order: told once, although form and times are looked at apart.
+        (
+            "at_iteration: 6, to: {tp: 5}\nat_iteration: 5, to: {tp: 2, micro_batch_size: 5}",
+            ["s.yaml:3 switches[0].to.tp", "s.yaml:4 switches[1].at_iteration", "s.yaml:4 switches[1].to"],
+        ),
+        # Nothing is left to check.
+        ("at_iteration: 5, to: {tq: 5}\nat_iteration: 6, to: {tp: 5}", ["s.yaml:3 switches[0].to.tq"]),
+    ],
+)
+def test_what_can_not_be_read_is_told_with_what_does_not_fit(switches: str, places: list[str]) -> None:
+    found = [problem.split(": ")[0] for problem in problems_of(switches)]
+    assert sorted(found) == sorted(places)
+
+
+def test_a_layout_that_can_not_be_read_ends_the_switches_that_are_checked() -> None:
+    layouts = "layouts: {odd: {tp: two}, five: {tp: 5}}\n"
+    switches = "at_iteration: 5, to: five\nat_iteration: 6, to: odd\nat_iteration: 7, to: five"
+    found = [problem.split(": ")[0] for problem in problems_of(switches, layouts=layouts)]
+    assert found == ["s.yaml:2 layouts.odd.tp", "s.yaml:2 layouts.five.tp"]
 
 
 def test_a_stage_of_multi_token_prediction_without_its_tied_embedding_is_refused() -> None:
