@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_dynatrain.elastic.groups import WorldGroups, default_group
-from megatron_dynatrain.errors import LayoutError, StateError
+from megatron_dynatrain.errors import DynaTrainError, LayoutError, StateError
 from megatron_dynatrain.layout import ParallelLayout
 from megatron_dynatrain.mcore import buffers, states, teardown
 from megatron_dynatrain.mcore.build import untouched_random_streams
@@ -18,6 +20,7 @@ from megatron_dynatrain.mcore.parallel_state import ParallelState
 from megatron_dynatrain.mcore.random_streams import RandomStreams
 from megatron_dynatrain.mcore.states import MOMENTS, LiveState
 from megatron_dynatrain.mcore.streams_switch import check_streams, streams_after
+from megatron_dynatrain.mcore.thread_world import thread_world
 from megatron_dynatrain.memory import MemoryNeed, choose_mode
 from megatron_dynatrain.routing.windows import RankPlan, plan_rank
 from megatron_dynatrain.switch_types import SwitchReport, World
@@ -35,27 +38,33 @@ if TYPE_CHECKING:
 class Attempt:
     """Everything of one attempted switch on this rank, in the order in which it comes to be.
 
-    Every method but `world` and `abort` is collective and raises a DynaTrainError on every rank if any rank fails.
+    `begin`, then `build_ahead` in any thread while training goes on, then `take_over` at the boundary and the rest.
+    Every method but `begin`, `world` and `abort` is collective and raises a DynaTrainError on every rank if any fails.
 
     Args:
         job: The switcher, for what all ranks do together and for the source world.
         layout: The layout to go to.
         report: Filled as the figures become known.
+        apart: Whether `build_ahead` runs in a thread of its own beside the training thread.
 
     Attributes:
+        report: As given.
         moved: Whether bytes may have moved: a failure is then an abort and not a refusal.
         description: The model as the target has it.
+        council: What this attempt decides with: while it builds apart, not that of the training thread.
     """
 
-    def __init__(self, job: Switcher, layout: ParallelLayout, report: SwitchReport) -> None:
+    def __init__(self, job: Switcher, layout: ParallelLayout, report: SwitchReport, *, apart: bool = False) -> None:
         self._job = job
         self._layout = layout
-        self._report = report
-        self._rank = job.rank
-        self._streams = RandomStreams.capture()
-        self._groups: WorldGroups = job.groups("world", layout.ranks)
+        self.report = report
+        self._apart = apart
+        self.rank = job.rank
+        self.council = job.council(apart=apart)
+        self._groups: WorldGroups = job.groups("world", layout.ranks, apart=apart)
         union = sorted({*job.world.layout.ranks, *layout.ranks})
-        self._transfer_groups: WorldGroups = job.groups("transfer", union)
+        self._transfer_groups: WorldGroups = job.groups("transfer", union, apart=apart)
+        self._streams: RandomStreams | None = None
         self._parallel_state: ParallelState | None = None
         self._transport: TorchTransport | None = None
         self._host_group: object = None
@@ -63,53 +72,80 @@ class Attempt:
         self._chunks: list[torch.nn.Module] = []
         self._optimizer: object = None
         self._skip: tuple[StateKind, ...] = ()
+        self._refused: Exception | None = None
         self.moved = False
 
     # --- prepare ------------------------------------------------------------------------------------------------------
 
-    def prepare(self) -> None:
-        """Check, build the target without values, plan, and let all pairs agree; nothing of the source moves."""
-        job = self._job
-        with job.phase("prepare", "fit"):
+    def begin(self) -> None:
+        """Look at the source, in the training thread and between two steps; local. Errors wait for the vote."""
+        try:
+            self._source = LiveState(self._job.world.chunks, self._job.world.optimizer, rank=self.rank)
+            self._steps = sorted(self._source.steps())
+        except DynaTrainError as error:
+            self._refused = error
+
+    def build_ahead(self) -> None:
+        """Check, build the target without values, plan, and let all pairs agree; nothing of the source is touched."""
+        job, council = self._job, self.council
+        with council.phase("prepare", "fit"):
+            if self._refused is not None:
+                raise self._refused
             _check_ranks(job.world.layout, self._layout)
             job.model_fits(self._layout)
-            self._source = LiveState(job.world.chunks, job.world.optimizer, rank=self._rank)
             self.description = job.description_at(self._layout)
             self._real_only = self.description.padded_rows != job.description.padded_rows
             self._before = self._place(job.description, job.world.layout, self._source)
-        job.same("target layout", self._layout, phase="prepare")
-        with job.phase("prepare", "optimizer"):
-            step = self._step_of_the_job()
-            parts = job.gather("optimizer", SharedValues.of(self._source.optimizer))
-            self._shared = SharedValues.merged(part for _, part in sorted(parts.items()))
-        moments = step is not None
-        self._skip = () if moments else MOMENTS
-        with job.phase("prepare", "memory"):
-            self._source.check(self._before, moments=moments)
+        council.same("target layout", self._layout, phase="prepare")
+        with council.phase("prepare", "memory"):
+            steps = council.gather("steps", self._steps)
+            self._skip = () if any(steps.values()) else MOMENTS
+            self._source.check(self._before, moments=not self._skip)
             self._choose_memory()
-        with job.phase("prepare", "build"):
+        with council.phase("prepare", "build"):
             self._build()
-        with job.phase("prepare", "plan"):
-            if moments:
-                self._target.create_moments(step)
+        self._agree_on_plan()
+
+    def _agree_on_plan(self) -> None:
+        council = self.council
+        with council.phase("prepare", "plan"):
+            if not self._skip:
+                self._target.create_moments()
             self._after = self._place(self.description, self._layout, self._target)
-            self._target.check(self._after, moments=moments)
+            self._target.check(self._after, moments=not self._skip)
             self._plan = self._route(self._before, self._after)
-        with job.phase("prepare", "pairs"):
+        with council.phase("prepare", "pairs"):
             agree_on_pairs(self._plan, self._transport, deadline=self._deadline())
-        with job.phase("prepare", "allocate"):
+
+    def take_over(self) -> None:
+        """Make what was built ready for the transfer, at the boundary and in the thread that trains."""
+        job = self._job
+        self.council = council = job.council()
+        self._streams = RandomStreams.capture()
+        with council.phase("prepare", "optimizer"):
+            step = self._step_of_the_job()
+            parts = council.gather("optimizer", SharedValues.of(self._source.optimizer))
+            self._shared = SharedValues.merged(part for _, part in sorted(parts.items()))
+        if bool(self._skip) == (step is not None):  # the job made its first step while this was built
+            self._skip = () if step is not None else MOMENTS
+            self._agree_on_plan()
+        with council.phase("prepare", "allocate"):
+            if step is not None:
+                self._target.set_step(step)
+            states.release_gradients(job.world.chunks)
             self._target.realize()
             rows = job.vocabulary.size if job.vocabulary is not None else None
             # As in _build: a model's sharded_state_dict asks the live parallel state where its layers stand.
-            with self._parallel_state.active(), default_group(self._groups.group()):
+            with self._live_target():
                 check_described(self.description, self._chunks, self._layout, real_rows=rows)
+                job.at_boundary(self._layout)
             self._add_totals()
 
     def _step_of_the_job(self) -> Step | None:
         """Return the job's one step count, in the optimizer's own type; None before the first step."""
         template = self._source.step_template()
         kept = template.detach().clone() if isinstance(template, torch.Tensor) else template
-        gathered = self._job.gather("step", (sorted(self._source.steps()), kept))
+        gathered = self.council.gather("step", (sorted(self._source.steps()), kept))
         distinct = sorted({step for steps, _ in gathered.values() for step in steps})
         if len(distinct) > 1:
             raise StateError(
@@ -127,38 +163,50 @@ class Attempt:
         after = self._place(self.description, self._layout, self._source)
         itemsize = states.gradient_itemsize(self._source.chunks)
         staging = options.budget.bytes
-        need = MemoryNeed.of(self._before, after, self._rank, staging=staging, gradient_itemsize=itemsize)
-        self._report.memory_mode = choose_mode(options.memory, need, limit=options.memory_limit, rank=self._rank)
+        need = MemoryNeed.of(self._before, after, self.rank, staging=staging, gradient_itemsize=itemsize)
+        self.report.memory_mode = choose_mode(options.memory, need, limit=options.memory_limit, rank=self.rank)
 
     def _build(self) -> None:
-        """Make the target's groups, chunks and optimizer; the source's gradient buffers are released first."""
+        """Make the target's groups, chunks and optimizer, all without storage."""
         self._parallel_state = ParallelState.build(self._layout, self._groups)
         device = next(self._job.world.chunks[0].parameters()).device
         groups = self._transfer_groups
-        self._transport = TorchTransport(groups.group(), rank=self._rank, ranks=groups.ranks, device=device)
+        self._transport = TorchTransport(groups.group(), rank=self.rank, ranks=groups.ranks, device=device)
         self._host_group = groups.group(backend="gloo")  # small numbers of the host; on gloo the same group
-        replicas = self._layout.group_of(self._rank, "dp-cp"), self._layout.group_of(self._rank, "dp", expert=True)
+        replicas = self._layout.group_of(self.rank, "dp-cp"), self._layout.group_of(self.rank, "dp", expert=True)
         self._replica_groups = [groups.group(ranks, backend="gloo") for ranks in replicas]
-        states.release_gradients(self._job.world.chunks)
-        with self._parallel_state.active(), default_group(self._groups.group()), untouched_random_streams():
+        with self._apart_target() if self._apart else self._live_target():
             self._chunks, self._optimizer = self._job.build(self._layout)
             # Here, as a model's sharded_state_dict asks the live parallel state where its layers stand.
-            self._target = LiveState(self._chunks, self._optimizer, rank=self._rank)
+            self._target = LiveState(self._chunks, self._optimizer, rank=self.rank)
         states.release_gradients(self._chunks)
+
+    @contextmanager
+    def _live_target(self) -> Iterator[None]:
+        """Let the whole process see the target's parallel state; random streams are put back afterwards."""
+        with self._parallel_state.active(), default_group(self._groups.group()), untouched_random_streams():
+            yield
+
+    @contextmanager
+    def _apart_target(self) -> Iterator[None]:
+        """Let this thread alone see the target's parallel state."""
+        # Megatron's optimizer gathers over the default group: on gloo, as one thread alone may use a communicator.
+        with thread_world(self._parallel_state, self._groups.group(backend="gloo")):
+            yield
 
     def _place(self, description: ModelDescription, layout: ParallelLayout, live: LiveState) -> Placement:
         return Placement(description, layout, live.buffer_policy(), real_only=self._real_only)
 
     def _route(self, before: Placement, after: Placement) -> RankPlan:
-        return plan_rank(before, after, self._rank, budget=self._job.options.budget, skip_states=self._skip)
+        return plan_rank(before, after, self.rank, budget=self._job.options.budget, skip_states=self._skip)
 
     def _add_totals(self) -> None:
-        plan, report = self._plan, self._report
+        plan, report = self._plan, self.report
         held = _nbytes(self._memory(self._source)), _nbytes(self._memory(self._target))
         row = (plan.sent_bytes, plan.received_bytes, plan.local_bytes, plan.minimum_received_bytes)
         peak = held[0] + held[1] + plan.staging_bytes
         step_peak = held[0] + states.gradient_bytes(self._source.chunks)
-        rows = list(self._job.gather("totals", (*row, peak, step_peak)).values())
+        rows = list(self.council.gather("totals", (*row, peak, step_peak)).values())
         report.moved_bytes, _, report.local_bytes, report.minimum_bytes, _, _ = (
             sum(c) for c in zip(*rows, strict=True)
         )
@@ -173,7 +221,7 @@ class Attempt:
         """Move every state, then what is not a tensor per parameter; the source keeps all of its own."""
         job = self._job
         self.moved = True
-        with job.phase("transfer", "bytes"), torch.no_grad():
+        with self.council.phase("transfer", "bytes"), torch.no_grad():
             self._clear_padding()
             run_plan(
                 self._plan,
@@ -183,9 +231,9 @@ class Attempt:
                 deadline=self._deadline(),
                 on_window=lambda index: job.on_phase(f"transfer/window {index}"),
             )
-        with job.phase("transfer", "scalars"):
+        with self.council.phase("transfer", "scalars"):
             self._target.copy_to_host()
-            self._shared.carry(self._target.optimizer, rank=self._rank)
+            self._shared.carry(self._target.optimizer, rank=self.rank)
 
     def _clear_padding(self) -> None:
         """Fill the target's tables of the vocabulary with zeros, where only their real rows are moved; local."""
@@ -194,44 +242,44 @@ class Attempt:
         specs = self.description.parameters
         tables = {spec.name for spec in specs if any(segment.real_rows is not None for segment in spec.segments)}
         memory = self._memory(self._target)
-        for slab in self._after.slabs(self._rank):
+        for slab in self._after.slabs(self.rank):
             if slab.parameter in tables and slab.name in memory:
                 memory[slab.name].zero_()
 
     def verify(self) -> None:
         """Prove that the target holds what the source holds; after this every rank commits."""
         job = self._job
-        with job.phase("verify", "streams"):
+        with self.council.phase("verify", "streams"):
             streams = streams_after(
                 job.world.layout,
                 self._layout,
-                self._rank,
+                self.rank,
                 own=self._streams,
-                gather=lambda name, value: job.gather(name, value, phase="verify"),
+                gather=lambda name, value: self.council.gather(name, value, phase="verify"),
                 seed=job.options.seed,
                 number=job.committed + 1,
             )
             streams.restore()
-        with job.phase("verify", "digest"):
+        with self.council.phase("verify", "digest"):
             if job.options.verify != "off":
-                before = DigestTable.compute(self._before, self._memory(self._source), self._rank, skip=self._skip)
-                after = DigestTable.compute(self._after, self._memory(self._target), self._rank, skip=self._skip)
-                check_casts(self._target, rank=self._rank)
-                buffers.check_counters(self._chunks, rank=self._rank)
-                check_scalars(self._source, self._target, self._shared, rank=self._rank)
+                before = DigestTable.compute(self._before, self._memory(self._source), self.rank, skip=self._skip)
+                after = DigestTable.compute(self._after, self._memory(self._target), self.rank, skip=self._skip)
+                check_casts(self._target, rank=self.rank)
+                buffers.check_counters(self._chunks, rank=self.rank)
+                check_scalars(self._source, self._target, self._shared, rank=self.rank)
         if job.options.verify == "full":
-            with job.phase("verify", "return"), torch.no_grad():
+            with self.council.phase("verify", "return"), torch.no_grad():
                 self._compare_every_bit()
-        with job.phase("verify", "compare"):
+        with self.council.phase("verify", "compare"):
             if job.options.verify != "off":
                 before.compare(after, self._host_group)
                 for tensors, group in zip(self._dense_and_experts(), self._replica_groups, strict=True):
-                    check_replicas(after, tensors, group, rank=self._rank)
+                    check_replicas(after, tensors, group, rank=self.rank)
                 check_streams(
                     self._layout,
-                    self._rank,
+                    self.rank,
                     streams,
-                    gather=lambda name, value: job.gather(name, value, phase="verify"),
+                    gather=lambda name, value: self.council.gather(name, value, phase="verify"),
                 )
 
     def _dense_and_experts(self) -> tuple[set[str], set[str]]:
@@ -247,14 +295,14 @@ class Attempt:
         scratch = {name: torch.empty_like(flat) for name, flat in memory.items()}
         plan = self._route(self._after, self._before)
         run_plan(plan, self._memory(self._target), scratch, self._transport, deadline=self._deadline())
-        for piece in self._before.pieces(self._rank):
+        for piece in self._before.pieces(self.rank):
             if piece.state in self._skip:
                 continue
             sent, back = (of[piece.slab][piece.offset :][: piece.box.numel] for of in (memory, scratch))
             if not torch.equal(sent.view(torch.uint8), back.view(torch.uint8)):
                 raise StateError(
                     "state came back from the target with other bits",
-                    rank=self._rank,
+                    rank=self.rank,
                     phase="verify",
                     subject=piece.slab,
                 )
@@ -264,7 +312,7 @@ class Attempt:
     def world(self) -> World:
         """Return the finished target; local."""
         if self._parallel_state is None:
-            raise StateError("a world was asked for before it was built", rank=self._rank)
+            raise StateError("a world was asked for before it was built", rank=self.rank)
         return World(self._layout, self._chunks, self._optimizer, self._parallel_state)
 
     def world_group(self) -> object:
@@ -287,7 +335,8 @@ class Attempt:
     def abort(self) -> None:
         """Drop everything of the target; the old world is untouched but for its gradient buffers, made again. Local."""
         try:
-            self._streams.restore()
+            if self._streams is not None:
+                self._streams.restore()
             self.close()
             if self._optimizer is not None:
                 teardown.release_optimizer(self._optimizer)
@@ -300,7 +349,8 @@ class Attempt:
             self._groups.destroy()
             teardown.collect()
         finally:
-            states.restore_gradients(self._job.world.chunks)
+            if self._streams is not None:  # the boundary was reached: gradients are dead, and may be released
+                states.restore_gradients(self._job.world.chunks)
 
     def _memory(self, live: LiveState) -> dict[str, torch.Tensor]:
         return live.memory(moments=not self._skip)

@@ -118,6 +118,10 @@ class StateError(DynaTrainError):
     """A state that nobody listed, or a state that is not what it must be."""
 
 
+class SwitchCancelled(DynaTrainError):  # noqa: N818 (nothing is wrong)
+    """A switch that is no longer wanted, given up while it was prepared."""
+
+
 class SwitchFailure(DynaTrainError):  # noqa: N818 (it is an outcome: refused or aborted)
     """A switch that did not happen; `report` is what is known of it (a `SwitchReport`)."""
 

@@ -28,7 +28,8 @@ class SwitchRecord:
         outcome: Whether the job trains under the target now; a refused one moved nothing, an aborted one was rolled
             back.
         error: Why not, where it didn't commit.
-        prepare_s: Seconds of preparation on the rank that writes; part of the stall.
+        ahead_s: Seconds of preparation in the background while training went on, on the rank that writes; 0 without.
+        prepare_s: Seconds of preparation on the rank that writes for which training stood; part of the stall.
         stall_s: Seconds from the end of the last step under the old layout to the start of the first under the new.
         transfer_s: Seconds in which bytes moved, on the rank that writes.
         moved_bytes: Bytes that crossed between ranks, of all ranks.
@@ -49,6 +50,7 @@ class SwitchRecord:
     trigger: str
     outcome: Outcome
     error: str | None = None
+    ahead_s: float | None = None
     prepare_s: float | None = None
     stall_s: float | None = None
     transfer_s: float | None = None
@@ -180,6 +182,7 @@ def tensorboard_scalars(record: SwitchRecord) -> dict[str, float]:
     """Return what is known of the switch as TensorBoard scalars: tag to value."""
     values = {
         "stall-seconds": record.stall_s,
+        "ahead-seconds": record.ahead_s,
         "prepare-seconds": record.prepare_s,
         "transfer-seconds": record.transfer_s,
         "moved-bytes": record.moved_bytes,

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from torch.distributed import distributed_c10d
 
 from megatron_dynatrain.attempt import Attempt
 from megatron_dynatrain.elastic.control import ControlPlane
+from megatron_dynatrain.elastic.council import Council
 from megatron_dynatrain.elastic.groups import WorldGroups, make_default
 from megatron_dynatrain.errors import (
     DynaTrainError,
@@ -32,6 +32,7 @@ from megatron_dynatrain.mcore import states, teardown
 from megatron_dynatrain.mcore.describe import describe_local, facts_of, merge, with_state_dtypes
 from megatron_dynatrain.mcore.parallel_state import ParallelState
 from megatron_dynatrain.mcore.states import LiveState
+from megatron_dynatrain.preparation import Preparation
 from megatron_dynatrain.switch_types import BuildTarget, SwitchOptions, SwitchReport, Vocabulary, World
 from megatron_dynatrain.vps.placement import Placement
 from megatron_dynatrain.vps.tensor import ModelDescription
@@ -57,6 +58,8 @@ class Switcher:
         model_fits: Refuses a layout that the model can't take, by raising a DynaTrainError; the same on every rank.
         vocabulary: The vocabulary, where `build` pads it differently for different layouts; None where every layout
             has tables of the same size.
+        at_boundary: What else of the target is to be built, but only at the boundary, such as data iterators; called
+            with the target's parallel state live.
 
     Attributes:
         world: The current world.
@@ -78,6 +81,7 @@ class Switcher:
         name: str = "dynatrain",
         model_fits: Callable[[ParallelLayout], None] | None = None,
         vocabulary: Vocabulary | None = None,
+        at_boundary: Callable[[ParallelLayout], None] | None = None,
     ) -> None:
         self.options = options or SwitchOptions()
         self.rank = dist.get_rank()
@@ -90,9 +94,12 @@ class Switcher:
         self.on_phase: Callable[[str], None] = _nothing
         self.build = build
         self.model_fits = model_fits or _nothing
+        self.at_boundary = at_boundary or _nothing
         self.vocabulary = vocabulary
         self._attempts = 0
-        self._vote: str | None = None
+        self._ahead: Preparation | None = None
+        self._apart_store: dist.Store = self.store
+        self._apart_control: ControlPlane | None = None
         self._control = ControlPlane(self.store, ranks=layout.ranks, rank=self.rank, tag=f"{name}/control")
         self._description: ModelDescription | None = None
         self.refusal: DynaTrainError | None = None
@@ -123,16 +130,62 @@ class Switcher:
     def _describe(self) -> ModelDescription:
         """Describe the whole model from every rank's real objects, and check its placement on them; collective."""
         world = self.world
-        with self.phase("check", "describe"):
+        council = self.council()
+        with council.phase("check", "describe"):
             real_rows = self.vocabulary.size if self.vocabulary is not None else None
             live = LiveState(world.chunks, world.optimizer, rank=self.rank)
             local = describe_local(world.chunks, world.layout, real_rows=real_rows), live.state_dtypes()
-            parts = [part for _, part in sorted(self.gather("specs", local, phase="check").items())]
-        with self.phase("check", "placement"):
+            parts = [part for _, part in sorted(council.gather("specs", local, phase="check").items())]
+        with council.phase("check", "placement"):
             description = merge([specs for specs, _ in parts], facts_of(world.chunks))
             description = with_state_dtypes(description, [dtypes for _, dtypes in parts])
             live.check(Placement(description, world.layout, live.buffer_policy()), moments=bool(live.steps()))
         return description
+
+    # --- a switch -----------------------------------------------------------------------------------------------------
+
+    def prepare_ahead(self, layout: ParallelLayout, *, inside: AbstractContextManager[object] | None = None) -> None:
+        """Begin to build another layout in a background thread while training goes on.
+
+        Called by every rank at the same iteration boundary; returns at once. A `switch` to an equal layout uses what
+        was built, and waits for what is not yet; a `switch` to another one, or `cancel_preparation`, drops it. What
+        goes wrong is raised by that `switch`. The thread touches nothing of the current world: it has process groups,
+        a store connection and a parallel state of its own.
+
+        Args:
+            layout: The layout to go to.
+            inside: Entered by the thread for as long as it builds; what `build` reads can be set there for it alone.
+
+        Raises:
+            StateError: A layout is being prepared already.
+        """
+        if self._ahead is not None:
+            raise StateError("a layout is being prepared already", rank=self.rank, got=self._ahead.layout.describe())
+        self._attempts += 1
+        report = SwitchReport(self.world.layout, layout, verify=self.options.verify)
+        self._ahead = Preparation(Attempt(self, layout, report, apart=True), layout, report, inside)
+
+    @property
+    def preparing(self) -> Preparation | None:
+        """What is being prepared, or waits for its switch; None where nothing is."""
+        return self._ahead
+
+    def cancel_preparation(self) -> None:
+        """Drop what `prepare_ahead` has begun, if anything; called by every rank at the same iteration boundary."""
+        preparation, self._ahead = self._ahead, None
+        if preparation is not None:
+            preparation.cancel(self.options.timeout)
+
+    def _attempt(self, layout: ParallelLayout) -> tuple[Attempt, Preparation | None]:
+        """Return the attempt that was prepared for this layout, else a new one."""
+        if self._ahead is not None and self._ahead.layout != layout:
+            self.cancel_preparation()
+        preparation, self._ahead = self._ahead, None
+        if preparation is not None:
+            return preparation.attempt, preparation
+        self._attempts += 1
+        report = SwitchReport(self.world.layout, layout, verify=self.options.verify)
+        return Attempt(self, layout, report), None
 
     def switch(self, layout: ParallelLayout) -> SwitchReport:
         """Move the job to another layout; collective, called by every rank at an iteration boundary.
@@ -142,19 +195,25 @@ class Switcher:
             SwitchAborted: After something moved; the old world is as it was.
                 Both carry the report as `report` and the first error as `__cause__`.
         """
-        self._attempts += 1
-        report = SwitchReport(self.world.layout, layout, number=self.committed + 1, verify=self.options.verify)
-        attempt = Attempt(self, layout, report)
+        attempt, preparation = self._attempt(layout)
+        report = attempt.report
+        report.number = self.committed + 1
         try:
             with _timed(report, "prepare_s"):
-                attempt.prepare()
+                if preparation is not None:
+                    with self.council().phase("prepare", "ahead"):
+                        preparation.join(self.options.timeout)
+                else:
+                    attempt.begin()
+                    attempt.build_ahead()
+                attempt.take_over()
             with _timed(report, "transfer_s"):
                 attempt.transfer()
             with _timed(report, "verify_s"):
                 attempt.verify()
         except Exception as caught:
             error = caught if isinstance(caught, DynaTrainError) else _unexpected(caught, self.rank)
-            attempt.abort()
+            (preparation or attempt).abort()
             report.outcome = "aborted" if attempt.moved else "refused"
             report.error = str(error)
             raise _failure(report, error) from error
@@ -183,48 +242,33 @@ class Switcher:
 
     # --- all ranks together -------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def phase(self, phase: str, name: str) -> Iterator[None]:
-        """Run a part of a phase, then go on or fail together with all ranks; collective.
-
-        Raises:
-            DynaTrainError: The first failure of any rank, the same on every rank.
-        """
-        error: BaseException | None = None
-        self._vote = f"{self._attempts}/{phase}/{name}"
-        try:
-            self.on_phase(f"{phase}/{name}")
-            yield
-        except Exception as caught:
-            logger.debug("rank %d: %s/%s failed", self.rank, phase, name, exc_info=True)
-            error = caught
-        try:
-            self._control.decide(self._vote, error, phase=phase, seconds=self.options.timeout)
-        except DynaTrainError as verdict:
-            raise verdict from error
-        finally:
-            self._vote = None
-            del error  # else it and the frames it refers to keep a dropped world alive
-
-    def gather(self, name: str, value: object, *, phase: str = "prepare") -> Mapping[int, Any]:
-        """Return a small value of every rank, by rank; collective, once per name and attempt, inside a phase."""
-        return self._control.gather(
-            f"{self._attempts}/{name}", value, phase=phase, seconds=self.options.timeout, vote=self._vote
+    def council(self, *, apart: bool = False) -> Council:
+        """Return what the ranks of the current attempt decide with: in the training thread, or in one beside it."""
+        if apart and self._apart_control is None:
+            # A wait on a store's client blocks its other users, so the background thread has a client of its own.
+            self._apart_store = self.store.clone()
+            self._apart_control = ControlPlane(
+                self._apart_store, ranks=self.world.layout.ranks, rank=self.rank, tag=f"{self.name}/apart"
+            )
+        return Council(
+            self._apart_control if apart and self._apart_control is not None else self._control,
+            prefix=str(self._attempts),
+            seconds=self.options.timeout,
+            on_phase=lambda name: self.on_phase(name),
         )
 
-    def same(self, name: str, value: object, *, phase: str = "check") -> None:
-        """Check that every rank has an equal value; collective, once per name and attempt.
+    def same(self, name: str, value: object) -> None:
+        """Check that every rank has an equal value; collective, outside of attempts, once per name.
 
         Raises:
             AgreementError: Names the first rank that has another one, the same on every rank.
         """
-        with self.phase(phase, f"same {name}"):
-            self._control.same(f"{self._attempts}/{name}", value, phase=phase, seconds=self.options.timeout)
+        self.council().same(name, value)
 
-    def groups(self, kind: str, ranks: Sequence[int]) -> WorldGroups:
+    def groups(self, kind: str, ranks: Sequence[int], *, apart: bool = False) -> WorldGroups:
         """Return a maker of process groups for this attempt."""
         return WorldGroups(
-            self.store,
+            self._apart_store if apart else self.store,
             ranks=ranks,
             rank=self.rank,
             tag=f"{self.name}/{self._attempts}/{kind}",

@@ -68,13 +68,17 @@ class World:
 
 @dataclass
 class SwitchReport:
-    """What one switch did, in bytes and seconds; equal on every rank but for the times."""
+    """What one switch did, in bytes and seconds; equal on every rank but for the times.
+
+    `ahead_s` is the preparation beside training, `prepare_s` the part of it for which training stood.
+    """
 
     source: ParallelLayout
     target: ParallelLayout
     outcome: Literal["committed", "aborted", "refused"] = "refused"
     error: str | None = None
     number: int = 0
+    ahead_s: float = 0.0
     prepare_s: float = 0.0
     transfer_s: float = 0.0
     verify_s: float = 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,9 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel import random as megatron_random
 from torch.overrides import TorchFunctionMode
+
+from megatron_dynatrain.errors import UnsupportedError
+from megatron_dynatrain.mcore.thread_world import builds_apart
 
 _NOT_WRITES = frozenset(("requires_grad_", "detach_", "share_memory_"))
 """Methods that end in an underscore and write no element."""
@@ -38,9 +41,10 @@ class Hollow(TorchFunctionMode):
     need tensors of the real one. Thread-local.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, draws: bool = True) -> None:
         super().__init__()
         self.factories = frozenset((_EMPTY,))
+        self._draws = draws
 
     def __torch_function__(
         self,
@@ -55,16 +59,62 @@ class Hollow(TorchFunctionMode):
             kwargs.pop("memory_format", None)
             return func((), **kwargs).expand(*shape) if shape else func((), **kwargs)
         first = args[0] if args else kwargs.get("tensor")  # torch.nn.init passes its tensor by name
+        name = getattr(func, "__name__", "")
+        if name in _FILLS and isinstance(first, torch.Tensor):
+            return first  # of one element, which can't be hollow; the switch sets it
+        if name in _DRAWS and not self._draws:
+            raise UnsupportedError(
+                "the model draws random numbers while it is built, which would change those of the running steps",
+                subject=f"torch.{name}",
+                hint="set --dynamic-parallelism-prepare-ahead 0, or draw in an init_method only",
+            )
         if not is_hollow(first):
             return func(*args, **kwargs)
         if _writes(func):
             return first
-        if getattr(func, "__name__", "") in _COPIES:
+        if name in _COPIES:
             return _of_one_element(func, args, kwargs)
         return func(*args, **kwargs)
 
 
 _EMPTY, _ZEROS = _unwrapped(torch.empty), _unwrapped(torch.zeros)
+_FILLS = frozenset(
+    (
+        "normal_",
+        "uniform_",
+        "random_",
+        "trunc_normal_",
+        "kaiming_uniform_",
+        "kaiming_normal_",
+        "xavier_uniform_",
+        "xavier_normal_",
+        "bernoulli_",
+        "exponential_",
+        "log_normal_",
+        "cauchy_",
+        "geometric_",
+        "orthogonal_",
+    )
+)
+"""Fillings with random numbers, of tensors and of torch.nn.init."""
+_DRAWS = frozenset(
+    (
+        "rand",
+        "randn",
+        "randint",
+        "randperm",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+        "normal",
+        "bernoulli",
+        "multinomial",
+        "poisson",
+        "dropout",
+        "alpha_dropout",
+        "feature_dropout",
+    )
+)
 _COPIES = frozenset(("clone", "contiguous", "to", "float", "half", "bfloat16", "cuda", "cpu", "pin_memory"))
 
 
@@ -92,13 +142,15 @@ def _writes(function: Callable[..., Any]) -> bool:
 def hollow_build() -> Iterator[None]:
     """Build Megatron chunks, DDP and optimizer inside the block without storage, collectives or random numbers.
 
-    Random streams (Python, NumPy, torch, CUDA and Megatron's tracker) are put back at the end of the block. The
+    Random streams (Python, NumPy, torch, CUDA and Megatron's tracker) are put back at the end of the block. Inside
+    `thread_world`, where another thread trains meanwhile, drawing from torch's streams is refused instead. The
     all-reduce by which a tied output layer fetches its first values is left out: the values come with the switch.
     DDP's buffers and the optimizer's main parameters are hollow too; `mcore.realize` gives them storage.
     """
     setup, make_buffer = LanguageModule.setup_embeddings_and_output_layer, _ParamAndGradBuffer.__init__
     wrap = DistributedDataParallel.__init__
-    mode = Hollow()
+    apart = builds_apart()
+    mode = Hollow(draws=not apart)
 
     def wrap_with_ddp(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         # The modules are made: what is allocated from here on, such as messages of a gather, is for use. Not only the
@@ -121,7 +173,7 @@ def hollow_build() -> Iterator[None]:
         finally:
             self.config.init_model_with_meta_device = before
 
-    with untouched_random_streams():
+    with nullcontext() if apart else untouched_random_streams():
         LanguageModule.setup_embeddings_and_output_layer = setup_without_collective
         _ParamAndGradBuffer.__init__ = make_hollow_buffer
         DistributedDataParallel.__init__ = wrap_with_ddp

@@ -6,6 +6,7 @@ from typing import Any
 
 import megatron.core.num_microbatches_calculator as calculator
 import torch
+from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.utils import get_model_config
@@ -62,6 +63,11 @@ def set_written_pipeline(config: Any, text: str | None, pp: int) -> None:
 def live_process_groups() -> ProcessGroupCollection:
     """Return the process groups of the live parallel state as a collection; local."""
     return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def reads_data() -> bool:
+    """Return whether this rank reads the data of its replica, by Megatron's rule; local."""
+    return bool(parallel_state.get_tensor_model_parallel_rank() == 0)
 
 
 def model_config(chunk: torch.nn.Module) -> Any:

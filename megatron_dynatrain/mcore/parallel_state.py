@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as live
 
 from megatron_dynatrain.elastic.groups import WorldGroups, destroy_groups
+from megatron_dynatrain.errors import StateError
 from megatron_dynatrain.layout import ParallelLayout
 
 
@@ -34,10 +35,12 @@ class ParallelState:
     Args:
         values: Global name to value.
         groups: Owner of the groups; None for a state that stock Megatron initialised.
+        shadow: The private copy of Megatron's module in which it was built, until it is live; None otherwise.
     """
 
     values: dict[str, object]
     groups: WorldGroups | None = None
+    shadow: types.ModuleType | None = field(default=None, repr=False)
     _alive: bool = field(default=True, repr=False)
 
     @classmethod
@@ -64,13 +67,31 @@ class ParallelState:
         spec.loader.exec_module(module)
         vars(module)["torch"] = _TorchOfWorld(groups)
         module.initialize_model_parallel(**_sizes(layout), **options)
-        return cls({name: vars(module)[name] for name in _global_names(live)}, groups)
+        state = cls({}, groups, module)
+        state.take_values()
+        return state
+
+    @property
+    def module(self) -> types.ModuleType:
+        """The copy of Megatron's module that answers for this state while another one is live.
+
+        Raises:
+            StateError: It was live, so its values have moved on.
+        """
+        if self.shadow is None:
+            raise StateError("a parallel state that is live, or was, has no module of its own")
+        return self.shadow
+
+    def take_values(self) -> None:
+        """Read the values from the private copy of the module, where setters have written; local."""
+        self.values = {name: vars(self.module)[name] for name in _global_names(live)}
 
     def swap_in(self) -> ParallelState:
         """Make this the live state and return the one before; takes microseconds, not collective."""
         before = ParallelState.capture()
         for name, value in self.values.items():
             setattr(live, name, value)
+        self.shadow = None
         return before
 
     @contextmanager
@@ -101,6 +122,7 @@ class ParallelState:
         if self.groups is not None:
             self.groups.destroy()
         self.values.clear()
+        self.shadow = None
         return destroyed
 
 

@@ -90,12 +90,15 @@ class LiveState:
         """Return one step count, whose type and dtype the target must keep; None where there is none."""
         return next((run.step for run in self.runs.values() if run.step is not None), None)
 
-    def create_moments(self, step: Step | None) -> None:
-        """Make the optimizer's state entries without values: the transfer fills them; `step` is set. Local."""
+    def create_moments(self) -> None:
+        """Make the optimizer's state entries without values: the transfer fills them, `set_step` the step. Local."""
         for run in self.runs.values():
             run.create()
-            if step is not None:
-                run.set_step(step)
+
+    def set_step(self, step: Step) -> None:
+        """Set the step count of every run; local."""
+        for run in self.runs.values():
+            run.set_step(step)
 
     def state_dtypes(self) -> tuple[dict[str, str], str] | None:
         """Return the stored dtypes of the moments by name and that of a separate main parameter; None without runs."""

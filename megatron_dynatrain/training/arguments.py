@@ -27,6 +27,8 @@ MemoryMode = Literal["auto", "safe", "lean"]
 VerifyMode = Literal["off", "digest", "full"]
 
 DEFAULT_TIMEOUT_S = 300.0
+DEFAULT_PREPARE_AHEAD = 20
+"""Steps; enough for seconds of preparation beside short steps, while idle groups don't wait for hours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,7 @@ class DynamicOptions:
         memory: Memory mode.
         verify: How the state after a switch is compared with the state before it.
         timeout_s: Seconds after which a wait inside a switch fails.
+        prepare_ahead: Steps before a planned switch at which its preparation begins; 0 prepares at the boundary.
     """
 
     enabled: bool
@@ -48,6 +51,7 @@ class DynamicOptions:
     memory: MemoryMode
     verify: VerifyMode
     timeout_s: float
+    prepare_ahead: int = DEFAULT_PREPARE_AHEAD
 
 
 def add_dynamic_parallelism_args(parser: ArgumentParser) -> ArgumentParser:
@@ -93,6 +97,14 @@ def add_dynamic_parallelism_args(parser: ArgumentParser) -> ArgumentParser:
         metavar="SECONDS",
         help=f"A wait inside a switch fails after this long, naming rank and phase. Default: {DEFAULT_TIMEOUT_S:g}.",
     )
+    group.add_argument(
+        "--dynamic-parallelism-prepare-ahead",
+        type=int,
+        default=DEFAULT_PREPARE_AHEAD,
+        metavar="STEPS",
+        help="Begin to prepare a planned switch this many steps before it, in a background thread, so that training "
+        f"stands only for the transfer. 0: prepare at the boundary. Default: {DEFAULT_PREPARE_AHEAD}.",
+    )
     return parser
 
 
@@ -120,6 +132,13 @@ def validate_options(args: Namespace) -> DynamicOptions:
             "more than 0 seconds",
             args.dynamic_parallelism_timeout,
         )
+    if args.dynamic_parallelism_prepare_ahead < 0:
+        raise _wrong_flag(
+            "--dynamic-parallelism-prepare-ahead",
+            "a number of steps can't be negative",
+            "0 or more steps",
+            args.dynamic_parallelism_prepare_ahead,
+        )
     if args.dynamic_parallelism_memory == "lean":
         raise _wrong_flag(
             "--dynamic-parallelism-memory", "lean memory mode is not available yet", "auto or safe", "lean"
@@ -134,6 +153,7 @@ def validate_options(args: Namespace) -> DynamicOptions:
         memory=cast(MemoryMode, args.dynamic_parallelism_memory),
         verify=cast(VerifyMode, args.dynamic_parallelism_verify),
         timeout_s=args.dynamic_parallelism_timeout,
+        prepare_ahead=args.dynamic_parallelism_prepare_ahead,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import megatron.training.training as megatron_training
 
 from megatron_dynatrain.errors import UnsupportedError
+from megatron_dynatrain.mcore.follow import reads_data
 
 Provider = Callable[..., Any]
 
@@ -70,6 +71,35 @@ def rebuild(build: Callable[[Provider], tuple[Any, Any, Any]], provider: Provide
         result.valid.append(valid)
         result.test.append(test)
     return result
+
+
+class Datasets:
+    """Data sets made before the iterators: opening and indexing them takes time, placing iterators in them does not.
+
+    Args:
+        provider: The job's dataset provider.
+        vpp: Number of model chunks per stage; None without interleaving.
+    """
+
+    def __init__(self, provider: Provider, vpp: int | None) -> None:
+        self._samples = megatron_training.get_train_valid_test_num_samples()
+        self._provider = provider
+        self._made: dict[int | None, tuple[Any, Any, Any]] = {}
+        if getattr(provider, "is_distributed", False) or reads_data():
+            for stage in (None,) if vpp is None else range(vpp):
+                of_stage = {} if stage is None else {"vp_stage": stage}
+                self._made[stage] = provider(self._samples, **of_stage)
+
+    def provider(self) -> Provider:
+        """Return a dataset provider that gives these data sets, or makes others where other sizes are asked for."""
+
+        @functools.wraps(self._provider)
+        def provide(samples: Any, vp_stage: int | None = None) -> Any:
+            if tuple(samples) == tuple(self._samples) and vp_stage in self._made:
+                return self._made[vp_stage]
+            return self._provider(samples) if vp_stage is None else self._provider(samples, vp_stage=vp_stage)
+
+        return provide
 
 
 def check_provider(provider: Provider, vpps: Iterable[int | None]) -> None:

@@ -27,7 +27,8 @@ from megatron_dynatrain.schedule.resolve import PlannedSwitch, Target
 from megatron_dynatrain.switch import Switcher, SwitchOptions, SwitchReport
 from megatron_dynatrain.training.arguments import DynamicOptions, model_sizes
 from megatron_dynatrain.training.builder import ModelBuilder
-from megatron_dynatrain.training.data import DataIterators, Provider, check_provider, rebuild, stock_builder
+from megatron_dynatrain.training.data import DataIterators, Datasets, Provider, check_provider, rebuild, stock_builder
+from megatron_dynatrain.training.thread_args import ThreadArguments
 from megatron_dynatrain.training.world_args import ArgumentChange, values_for
 from megatron_dynatrain.training.writers import follow_last_rank
 
@@ -77,6 +78,8 @@ class DynamicJob:
     launch: Target
     layout: ParallelLayout = field(init=False)
     switcher: Switcher = field(init=False)
+    _thread_args: ThreadArguments | None = None
+    _datasets: Datasets | None = None
     _new_data: DataIterators | None = None
     _stalled: _Pending | None = None
     _boundary: float = 0.0
@@ -96,9 +99,13 @@ class DynamicJob:
                 seed=args.seed,
             ),
             model_fits=_check_fit,
+            at_boundary=self._place_data,
         )
         self.switcher.same("schedule", [(str(s.trigger), s.target) for s in self.pending])
-        self.switcher.same("options", (self.options.memory, self.options.verify, self.options.timeout_s, args.seed))
+        options = self.options
+        self.switcher.same(
+            "options", (options.memory, options.verify, options.timeout_s, options.prepare_ahead, args.seed)
+        )
         check_provider(self.provider, [switch.target.layout.vpp for switch in self.pending])
 
     # --- when ---------------------------------------------------------------------------------------------------------
@@ -108,6 +115,24 @@ class DynamicJob:
         if self.pending and self.pending[0].trigger.due(iteration, args.consumed_train_samples):
             return self.pending[0]
         return None
+
+    def prepare_ahead(self, iteration: int, args: Namespace) -> None:
+        """Begin to prepare the next switch in the background where its boundary is near; local, alike on every rank.
+
+        Called at every boundary, so that ranks begin at the same one without asking each other.
+        """
+        if self.switcher.preparing is not None or not self.pending or self.options.prepare_ahead == 0:
+            return
+        planned = self.pending[0]
+        boundary = planned.trigger.boundary(iteration, args.consumed_train_samples, args.global_batch_size)
+        if 0 < boundary - iteration <= self.options.prepare_ahead:
+            self._thread_args = ThreadArguments(values_for(planned.target, self.switcher.rank))
+            self.switcher.prepare_ahead(planned.target.layout, inside=self._thread_args.seen())
+
+    def end(self) -> None:
+        """Drop what was being prepared: no step follows; local, at the same boundary on every rank."""
+        self.switcher.cancel_preparation()
+        self._thread_args = self._datasets = None
 
     def boundary_reached(self) -> None:
         """Note the time: the last step under the old layout, with its logging and saving, is over."""
@@ -125,7 +150,7 @@ class DynamicJob:
             report = self.switcher.switch(target.layout)
         except SwitchFailure as failure:
             change.undo()
-            self._new_data = None
+            self._new_data = self._datasets = self._thread_args = None
             self._keep(failure.report, planned, iteration, time.perf_counter() - self._boundary)
             return False
         self._follow(target, args, context)
@@ -133,16 +158,25 @@ class DynamicJob:
         return True
 
     def _build(self, layout: ParallelLayout) -> tuple[list[torch.nn.Module], object]:
-        """Build the target's chunks and optimizer, and the data iterators that belong to it."""
+        """Build the target's chunks, optimizer and data sets: at the boundary, or before it in another thread."""
         chunks, optimizer = self.builder(layout)
-        self._new_data = rebuild(stock_builder(), self.provider, layout.vpp)
+        self._datasets = Datasets(self.provider, layout.vpp)
         return chunks, optimizer
+
+    def _place_data(self, layout: ParallelLayout) -> None:
+        """Make the target's data iterators at the consumed samples, which are known at the boundary only."""
+        if self._datasets is None:
+            raise StateError("a target was built without data sets", rank=self.switcher.rank)
+        self._new_data = rebuild(stock_builder(), self._datasets.provider(), layout.vpp)
 
     def _follow(self, target: Target, args: Namespace, context: dict[str, Any]) -> None:
         """Point everything that holds on to the old world at the new one; local."""
         if self._new_data is None:
             raise StateError("a switch was committed without data iterators", rank=self.switcher.rank)
         self.layout = target.layout
+        if self._thread_args is not None:
+            self._thread_args.become(args)
+        self._thread_args = self._datasets = None
         context.clear()  # the save strategy keeps the old data-parallel group
         self.model[:] = self.switcher.world.chunks
         self.roles.optimizer = self.switcher.world.optimizer
@@ -209,6 +243,7 @@ def record_of(report: SwitchReport, *, trigger: str, iteration: int, stall_s: fl
         trigger=trigger,
         outcome=report.outcome,
         error=report.error,
+        ahead_s=report.ahead_s,
         prepare_s=report.prepare_s,
         stall_s=stall_s,
         transfer_s=report.transfer_s,

@@ -122,6 +122,23 @@ class Segments:
         data = DataIterators(train_data_iterator, valid_data_iterator, self._test)
         roles = Roles(optimizer, opt_param_scheduler, data, config)
         job = self._job = self._make_job(model, roles)
+        try:
+            return self._run(
+                job, forward_step_func, model, process_non_loss_data_func, checkpointing_context, *rest, **kwargs
+            )
+        finally:
+            job.end()
+
+    def _run(
+        self,
+        job: DynamicJob,
+        forward_step_func: Any,
+        model: list[torch.nn.Module],
+        process_non_loss_data_func: Any,
+        checkpointing_context: dict[str, Any],
+        *rest: Any,
+        **kwargs: Any,
+    ) -> tuple[int, float]:
         while True:
             roles = job.roles
             iteration, flops = self._stock["train"](
@@ -191,9 +208,12 @@ class Segments:
             return True
         args = get_args()
         job = self._job
-        if job is not None and iteration < args.train_iters and job.due(iteration, args) is not None:
-            job.boundary_reached()
-            self._train_iters, args.train_iters = args.train_iters, iteration
+        if job is not None and iteration < args.train_iters:
+            if job.due(iteration, args) is not None:
+                job.boundary_reached()
+                self._train_iters, args.train_iters = args.train_iters, iteration
+            else:
+                job.prepare_ahead(iteration, args)
         return False
 
     def training_log(self, loss_dict: Any, total_loss_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

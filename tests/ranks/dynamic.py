@@ -37,7 +37,12 @@ def all_steps(records: Sequence[PretrainRecord]) -> list[StepRecord]:
 
 
 def dynamic_flags(
-    directory: Path, switches: Mapping[int, Layout], *, verify: str = "digest", timeout: float = 60
+    directory: Path,
+    switches: Mapping[int, Layout],
+    *,
+    verify: str = "digest",
+    timeout: float = 60,
+    ahead: int = 20,
 ) -> list[str]:
     """Write a schedule into a directory and return the flags that use it."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -54,6 +59,8 @@ def dynamic_flags(
         verify,
         "--dynamic-parallelism-timeout",
         str(timeout),
+        "--dynamic-parallelism-prepare-ahead",
+        str(ahead),
     ]
 
 
@@ -66,14 +73,16 @@ def run_switched(
     hooks: Sequence[Callable[..., None]] = (),
     verify: str = "digest",
     timeout: float = 60,
+    ahead: int = 20,
     limit: float = 120,
 ) -> SwitchedRun:
     """Run `pretrain()` with the plugin and a schedule; hooks run after the plugin is installed.
 
-    `timeout` is that of the waits inside a switch, `limit` that of the whole run, both in seconds.
+    `timeout` is that of the waits inside a switch, `limit` that of the whole run, both in seconds; `ahead` are the
+    steps before a switch at which its preparation begins.
     """
     directory = ranks.scratch("dynamic")
-    flags = dynamic_flags(directory, switches, verify=verify, timeout=timeout)
+    flags = dynamic_flags(directory, switches, verify=verify, timeout=timeout, ahead=ahead)
     records = ranks.pretrain(world, [*argv, *flags], hooks=(dynamic, *hooks), timeout=limit)
     reports = directory / "reports"
     switched = read_records(reports) if reports.exists() else ()

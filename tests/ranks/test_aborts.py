@@ -54,7 +54,14 @@ def test_an_error_of_one_rank_in_any_phase_is_told_on_every_rank_and_harms_nothi
     argv = gpt_args(tp=2, layers=2, hidden=32, seq=64, global_batch=2, train_iters=len(phases) + 3)
     switches = {number + 1: layout_keys(pp=2) for number in range(len(phases) + 1)}
     run = run_switched(
-        ranks, 2, argv, switches, hooks=(functools.partial(attempted, acts=(*acts, None)),), verify="full", timeout=4
+        ranks,
+        2,
+        argv,
+        switches,
+        hooks=(functools.partial(attempted, acts=(*acts, None)),),
+        verify="full",
+        timeout=4,
+        ahead=0,
     )
     *failed, retried = everywhere(run)
     for phase, attempt in zip(phases, failed, strict=True):
@@ -76,7 +83,9 @@ def test_a_rank_that_does_not_come_is_named_within_the_limit_and_harms_nothing(r
     ]
     argv = gpt_args(layers=3, hidden=32, seq=64, global_batch=3, train_iters=len(phases) + 3, extra="--vocab-size 95")
     switches = {number + 1: layout_keys(pp=3) for number in range(len(phases) + 1)}
-    run = run_switched(ranks, 3, argv, switches, hooks=(functools.partial(attempted, acts=(*acts, None)),), timeout=3)
+    run = run_switched(
+        ranks, 3, argv, switches, hooks=(functools.partial(attempted, acts=(*acts, None)),), timeout=3, ahead=0
+    )
     *failed, retried = everywhere(run)
     for phase, attempt in zip(phases, failed, strict=True):
         assert attempt.error is not None

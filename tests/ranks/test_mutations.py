@@ -72,7 +72,7 @@ def _check_caught(
     argv = gpt_args(layers=2, hidden=32, seq=64, global_batch=2, train_iters=len(faults) + 3, **model)
     switches = {number + 1: target for number in range(len(faults) + 1)}
     hook = functools.partial(attempted, acts=(*faults, None))
-    run = run_switched(ranks, 2, argv, switches, hooks=(hook,), verify=verify, timeout=30)
+    run = run_switched(ranks, 2, argv, switches, hooks=(hook,), verify=verify, timeout=30, ahead=0)
     *failed, last = everywhere(run)
     for (fault, words), attempt in zip(faults.items(), failed, strict=True):
         assert attempt.kind == kind, f"{fault.__name__} was not caught"

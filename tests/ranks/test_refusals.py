@@ -122,7 +122,7 @@ def test_what_cannot_be_done_at_run_time_is_refused_and_harms_nothing(ranks: Ran
     uneven = layout_keys(pp=2, first=1)
     switches = {number + 1: uneven for number in range(len(_REFUSED) + 1)}
     hook = functools.partial(attempted, acts=(*_REFUSED, None))
-    run = run_switched(ranks, 2, argv, switches, hooks=(hook,), timeout=10)
+    run = run_switched(ranks, 2, argv, switches, hooks=(hook,), timeout=10, ahead=0)
     *failed, last = everywhere(run)
     for words, attempt in zip(_REFUSED.values(), failed, strict=True):
         assert attempt.kind == "SwitchRefused", attempt.error
