@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -57,11 +57,23 @@ def check(
     num_query_groups: Annotated[int | None, typer.Option(min=1, help="Key/value heads, with grouped queries.")] = None,
     ffn_hidden_size: Annotated[int | None, typer.Option(min=1, help="Width of the MLP; 4 x hidden.")] = None,
     num_experts: Annotated[int | None, typer.Option(min=1, help="Routed experts of a layer, of a MoE.")] = None,
+    moe_ffn_hidden_size: Annotated[int | None, typer.Option(min=1, help="Width of an expert; that of the MLP.")] = None,
+    mtp_num_layers: Annotated[int | None, typer.Option(min=1, help="Layers of multi-token prediction.")] = None,
+    untie: Annotated[bool, typer.Option("--untie-embeddings-and-output-weights", help="As Megatron's flag.")] = False,
     seq_length: Annotated[int | None, typer.Option(min=1, help="Tokens per sample.")] = None,
     vocab_size: Annotated[int | None, typer.Option(min=1, help="Tokens of the vocabulary, unpadded.")] = None,
     make_vocab_size_divisible_by: Annotated[int, typer.Option(min=1, help="As Megatron's flag.")] = 128,
     tp: Annotated[int, typer.Option("--tp", "--tensor-model-parallel-size", min=1, help="At launch.")] = 1,
+    cp: Annotated[int, typer.Option("--cp", "--context-parallel-size", min=1, help="At launch.")] = 1,
+    ep: Annotated[int, typer.Option("--ep", "--expert-model-parallel-size", min=1, help="At launch.")] = 1,
+    etp: Annotated[
+        int | None, typer.Option("--etp", "--expert-tensor-parallel-size", min=1, help="At launch; that of tp.")
+    ] = None,
     pp: Annotated[int, typer.Option("--pp", "--pipeline-model-parallel-size", min=1, help="At launch.")] = 1,
+    vpp: Annotated[
+        int | None,
+        typer.Option("--vpp", "--num-virtual-stages-per-pipeline-rank", min=1, help="Chunks per rank at launch."),
+    ] = None,
     sequence_parallel: Annotated[bool, typer.Option("--sequence-parallel", help="On at launch.")] = False,
     train_iters: Annotated[int | None, typer.Option(min=1, help="Iterations of the whole training.")] = None,
     train_samples: Annotated[int | None, typer.Option(min=1, help="Samples of the whole training.")] = None,
@@ -74,38 +86,63 @@ def check(
     """
     if train_iters is not None and train_samples is not None:
         raise typer.BadParameter("give either --train-iters or --train-samples")
-    sizes = {
+    needed = {
         "num_layers": num_layers,
         "hidden_size": hidden_size,
         "num_attention_heads": num_attention_heads,
         "global_batch_size": global_batch_size,
     }
+    sizes = {
+        "num_query_groups": num_query_groups,
+        "ffn_hidden_size": ffn_hidden_size,
+        "num_experts": num_experts,
+        "moe_ffn_hidden_size": moe_ffn_hidden_size,
+        "seq_length": seq_length,
+        "mtp_num_layers": mtp_num_layers,
+    }
+    axes = {"tp": tp, "cp": cp, "ep": ep, "etp": etp, "pp": pp, "vpp": vpp}
+    times = (train_iters, train_samples, start_iteration)
     with _refusals(file, as_json):
         source = read_source(file)
         if is_recipe(source):
-            _only_a_file(world_size=world_size, **sizes)
+            _only_a_file(world_size=world_size, **needed)
             _show_recipe(file, check_recipe(build_recipe(source)), as_json)
             return
-        world, known = _all_given(world_size=world_size, **sizes)
-        layout = ParallelLayout.for_world(world, tp=tp, pp=pp, sequence_parallel=sequence_parallel)
-        launch = Target(None, layout, micro_batch_size, "launch flags", known["global_batch_size"])
-        model = ModelSizes(
-            **known,
-            num_query_groups=num_query_groups,
-            ffn_hidden_size=ffn_hidden_size,
-            num_experts=num_experts,
-            seq_length=seq_length,
-        )
-        planned = check_schedule(
-            build_schedule(source, partly=True), model, launch, world, train_iters, train_samples, start_iteration
-        )
-    batch = known["global_batch_size"]
+        world, known = _all_given(world_size=world_size, **needed)
+        launch = _launch(world, axes, micro_batch_size, known["global_batch_size"], sequence_parallel)
+        model = ModelSizes(**known, **sizes, tied_embeddings=not untie)
+        planned = check_schedule(build_schedule(source, partly=True), model, launch, world, *times)
+    padded = _padded(vocab_size, make_vocab_size_divisible_by, launch, planned)
+    _show_schedule(file, launch, planned, start_iteration, padded, as_json)
+
+
+def _launch(
+    world_size: int, axes: Mapping[str, int | None], micro_batch: int, global_batch: int, sequence_parallel: bool
+) -> Target:
+    """Return what a job is launched on; an axis that isn't given follows its default."""
+    given = {name: size for name, size in axes.items() if size is not None}
+    layout = ParallelLayout.for_world(world_size, sequence_parallel=sequence_parallel, **given)
+    return Target(None, layout, micro_batch, "launch flags", global_batch)
+
+
+def _padded(vocab_size: int | None, divisible_by: int, launch: Target, planned: Sequence[PlannedSwitch]) -> int | None:
+    if vocab_size is None:
+        return None
+    targets = [launch, *(switch.target for switch in planned)]
+    return pinned_padded_vocab_size(vocab_size, divisible_by, [target.layout.tp for target in targets])
+
+
+def _show_schedule(
+    file: Path,
+    launch: Target,
+    planned: Sequence[PlannedSwitch],
+    start_iteration: int,
+    padded: int | None,
+    as_json: bool,
+) -> None:
+    batch = launch.global_batch_size or 0
     start = Clock(iteration=start_iteration, samples=start_iteration * batch, global_batch_size=batch)
     rows = _rows(launch, planned, start)
-    padded = None
-    if vocab_size is not None:
-        tps = [tp, *(switch.target.layout.tp for switch in planned)]
-        padded = pinned_padded_vocab_size(vocab_size, make_vocab_size_divisible_by, tps)
     if as_json:
         typer.echo(json.dumps({"ok": True, "padded_vocab_size": padded, "layouts": rows, "problems": []}, indent=2))
         return
@@ -163,7 +200,11 @@ def _sizes(target: Target) -> dict[str, Any]:
         "name": target.name,
         "layout": layout.describe(),
         "tp": layout.tp,
+        "cp": layout.cp,
+        "ep": layout.ep,
+        "etp": layout.etp,
         "pp": layout.pp,
+        "vpp": layout.vpp,
         "dp": layout.dp,
         "sequence_parallel": layout.sequence_parallel,
         "micro_batch_size": target.micro_batch_size,

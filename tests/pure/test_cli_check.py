@@ -53,7 +53,11 @@ def test_json_has_every_layout_and_nothing_else_is_printed(tmp_path: Path) -> No
         "name": None,
         "layout": "tp2 pp2",
         "tp": 2,
+        "cp": 1,
+        "ep": 1,
+        "etp": 2,
         "pp": 2,
+        "vpp": None,
         "dp": 1,
         "sequence_parallel": False,
         "micro_batch_size": 2,
@@ -128,3 +132,55 @@ def test_sequence_parallel_at_launch_ends_with_tp(tmp_path: Path) -> None:
     text = "version: 1\nswitches:\n  - {at_iteration: 5, to: {tp: 1}}\n  - {at_iteration: 6, to: {tp: 2}}\n"
     result = run(tmp_path, text, "--tp 2 --sequence-parallel --json")
     assert [row["layout"] for row in json.loads(result.stdout)["layouts"]] == ["tp2 dp2 sp", "dp4", "tp2 dp2"]
+
+
+UNCHANGED = "version: 1\nswitches:\n  - {at_iteration: 5, to: {micro_batch_size: 1}}\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "layout"),
+    [
+        ("--cp 2 --seq-length 32", "cp2 dp2"),
+        ("--context-parallel-size 4", "cp4"),
+        ("--ep 2 --num-experts 4", "ep2 dp4"),
+        ("--tp 2 --sequence-parallel --ep 2 --etp 1 --num-experts 4", "tp2 ep2 etp1 dp2 sp"),
+        ("--tp 2 --sequence-parallel --expert-model-parallel-size 2 --num-experts 4", "tp2 ep2 dp2 sp"),
+        ("--pp 2 --vpp 2", "pp2 vpp2 dp2"),
+        ("--pp 2 --num-virtual-stages-per-pipeline-rank 2", "pp2 vpp2 dp2"),
+        ("--pp 2 --vpp 1", "pp2 dp2"),
+    ],
+)
+def test_every_axis_can_be_given_at_launch_and_is_kept_by_a_switch(tmp_path: Path, options: str, layout: str) -> None:
+    result = run(tmp_path, UNCHANGED, f"{options} --json")
+    assert result.exit_code == 0, result.stdout
+    assert [row["layout"] for row in json.loads(result.stdout)["layouts"]] == [layout] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "expected"),
+    [
+        ("--cp 4 --seq-length 20", "seq_length", "a multiple of 2 x cp 4 = 8"),
+        ("--ep 2", "num_experts", "experts to spread over ep 2"),
+        ("--ep 2 --num-experts 3", "num_experts", "a multiple of ep 2"),
+        ("--etp 4 --num-experts 4 --moe-ffn-hidden-size 6", "moe_ffn_hidden_size", "a multiple of etp 4"),
+        ("--pp 2 --vpp 4", "num_layers", "a multiple of"),
+        ("--pp 2 --mtp-num-layers 1", "mtp_num_layers", "pp 1 (--pipeline-model-parallel-size 1), or --untie"),
+    ],
+)
+def test_a_launch_that_the_model_does_not_fit_is_refused(tmp_path: Path, options: str, key: str, expected: str) -> None:
+    result = run(tmp_path, UNCHANGED, f"{options} --json")
+    assert result.exit_code == 1
+    found = {problem["key"]: problem for problem in json.loads(result.stdout)["problems"]}
+    assert found[key]["expected"].startswith(expected)
+    assert found[key]["file"] == "launch flags"
+
+
+def test_untied_embeddings_let_multi_token_prediction_stand_on_another_stage(tmp_path: Path) -> None:
+    options = "--pp 2 --mtp-num-layers 1 --untie-embeddings-and-output-weights"
+    assert run(tmp_path, UNCHANGED, options).exit_code == 0
+
+
+def test_what_can_not_be_read_is_told_with_what_does_not_fit(tmp_path: Path) -> None:
+    text = GOOD.replace("tp: 2", "tp: 3").replace("pp: 2", "pq: 2")
+    problems = json.loads(run(tmp_path, text, "--json").stdout)["problems"]
+    assert [problem["key"] for problem in problems] == ["layouts.wide.tp", "switches[1].to.pq"]
