@@ -127,6 +127,7 @@ def _count(module: Any, args: Any, output: Any) -> None:
 
 def add_odd_fusion(run: PretrainRun) -> None:
     """Declare fc1 of every MLP in two parts that are not one after the other: its even rows and its odd rows."""
+    from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
     from megatron.core.transformer.mlp import MLP
 
@@ -134,11 +135,12 @@ def add_odd_fusion(run: PretrainRun) -> None:
 
     def build(key: str, tensor: Any, replica_id: Any, flattened_range: Any) -> list[ShardedTensor]:
         del flattened_range
-        shape = (tensor.shape[0] // 2, *tensor.shape[1:])
+        size = parallel_state.get_tensor_model_parallel_world_size()
+        rows, *rest = tensor.shape[0] // 2, *tensor.shape[1:]
+        first = parallel_state.get_tensor_model_parallel_rank() * rows
+        place = (rows * size, *rest), (first, *(0 for _ in rest)), (size, *(1 for _ in rest))
         return [
-            ShardedTensor(
-                f"{key}.{name}", part, part.dtype, shape, shape, (0,) * len(shape), (1,) * len(shape), replica_id
-            )
+            ShardedTensor(f"{key}.{name}", part, part.dtype, (rows, *rest), *place, replica_id)
             for name, part in (("even", tensor[::2]), ("odd", tensor[1::2]))
         ]
 

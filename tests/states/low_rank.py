@@ -26,7 +26,9 @@ class LowRank(MegatronModule):
         rows, columns = base.weight.shape
         numbers = torch.arange(rank * columns, dtype=base.weight.dtype).view(rank, columns)
         self.down = torch.nn.Parameter(torch.cos(numbers) / columns)
-        self.up = torch.nn.Parameter(torch.zeros(rows, rank, dtype=base.weight.dtype))
+        # Not zero, as it would be in practice: `down` shall have moments at the first switch already.
+        numbers = torch.arange(rows * rank, dtype=base.weight.dtype).view(rows, rank)
+        self.up = torch.nn.Parameter(torch.sin(numbers) / columns)
         set_tensor_model_parallel_attributes(self.up, is_parallel=True, dim=0, stride=1)
 
     def forward(self, inputs: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:

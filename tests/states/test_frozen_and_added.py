@@ -38,7 +38,8 @@ def test_added_parameters_that_the_module_declares_are_moved(ranks: RankPool) ->
     argv = small_args(tp=2)
     run = assert_trains_on(ranks, argv, {"pp": 2}, {}, within=FP32, hooks=(customize.add_low_rank,))
     bits = run.ranks[0].extra["after"].bits
-    up = "decoder.layers.self_attention.linear_qkv.up"
-    assert {state for key, state in bits if key == up} == {"param", "main", "exp_avg", "exp_avg_sq"}
-    assert np.count_nonzero(bits[up, "param"]) > 0.9 * bits[up, "param"].size  # it was zero, and trains
+    for name in ("up", "down"):
+        key = f"decoder.layers.self_attention.linear_qkv.{name}"
+        assert {state for other, state in bits if other == key} == {"param", "main", "exp_avg", "exp_avg_sq"}
+        assert np.count_nonzero(bits[key, "exp_avg_sq"]) > 0.9 * bits[key, "exp_avg_sq"].size
     assert {state for key, state in bits if key.endswith("linear_qkv.base.weight")} == {"param"}

@@ -26,7 +26,7 @@ BIAS = (
     [
         # Learned positions, LayerNorm and biases are what the oracle's models have; rope and RMSNorm are MODERN.
         pytest.param(MODERN, "--qk-layernorm --add-qkv-bias", {"tp": 2}, {}, id="qk-norm"),
-        pytest.param({**MODERN, "tied": False}, MLA, {"tp": 2}, {}, id="mla"),
+        pytest.param({**MODERN, "tied": False}, f"{MLA} --qk-layernorm", {"tp": 2}, {}, id="mla"),
         pytest.param(EXPERTS, BIAS, {}, {"ep": 2}, id="expert-bias-and-shared-experts"),
         pytest.param(
             {**EXPERTS, "sp": True}, "--moe-layer-freq [1,0]", {"tp": 2}, {"ep": 2}, id="a-stage-without-experts"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.ranks.context import RankContext
-from tests.ranks.dynamic import layout_keys, run_switched
+from tests.ranks.dynamic import all_steps, layout_keys, run_switched
 from tests.ranks.gpt_args import checkpoint_args
 from tests.ranks.hooks import mend_checkpoints
 from tests.ranks.pool import RankFailure, RankPool
@@ -28,7 +28,7 @@ def test_checks_and_collections_at_intervals_and_the_exit(ranks: RankPool) -> No
 
 
 def test_asynchronous_saves_around_switches(ranks: RankPool) -> None:
-    """A save is still being written when the layout changes; the save after it is loaded under the last layout."""
+    """A save is still being written when the layout changes; it, and the save after it, are loaded as they were."""
     directory = ranks.scratch("async")
     saves = [*checkpoint_args(save=directory, interval=1), "--async-save", "--async-strategy", "mcore"]
     run = run_switched(
@@ -42,10 +42,11 @@ def test_asynchronous_saves_around_switches(ranks: RankPool) -> None:
     saved = sorted(path.name for path in directory.glob("iter_*"))
     assert saved == [f"iter_{iteration:07d}" for iteration in range(1, STEPS + 1)]
     assert all((directory / name / "metadata.json").exists() for name in saved)
-    (directory / "latest_checkpointed_iteration.txt").write_text("5")
-    loaded = ranks.pretrain(2, [*small_args(), *checkpoint_args(load=directory)], hooks=(mend_checkpoints,))
-    for before, after in zip(run.ranks, loaded, strict=True):
-        assert before.steps[5:] == after.steps  # in all bits
+    for iteration, layout, steps in ((FIRST, {"pp": 2}, SECOND - FIRST), (SECOND + 1, {}, 1)):
+        (directory / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+        argv = [*small_args(**layout), *checkpoint_args(load=directory)]
+        loaded = all_steps(ranks.pretrain(2, argv, hooks=(mend_checkpoints,)))
+        assert loaded[:steps] == list(run.steps[iteration:][:steps])  # in all bits
 
 
 DROPOUT = "--check-weight-hash-across-dp-replicas-interval 1"
