@@ -60,6 +60,7 @@ class CaseJob:
         optimizer: Fields of Megatron's OptimizerConfig.
         options: Settings of the switches.
         vocabulary: Where `make_model` pads the vocabulary by the layout.
+        config: The class of configuration that takes `shape`.
 
     Attributes:
         on_phase: Called with the name of each phase of a switch as it begins.
@@ -78,6 +79,7 @@ class CaseJob:
         optimizer: Mapping[str, Any] | None = None,
         options: SwitchOptions | None = None,
         vocabulary: Vocabulary | None = None,
+        config: type[TransformerConfig] = TransformerConfig,
     ) -> None:
         self.rank = context.rank
         self.on_phase: Callable[[str], None] = lambda _: None
@@ -85,6 +87,7 @@ class CaseJob:
         self.target: tuple[list[torch.nn.Module], Any] | None = None
         self._make_model = make_model
         self._shape = dict(shape)
+        self._config = config
         self._dtype = dtype
         self._optimizer = dict(optimizer or {})
         logging.getLogger("megatron").setLevel(logging.ERROR)
@@ -150,7 +153,7 @@ class CaseJob:
     def _build(self, layout: ParallelLayout, *, hollow: bool = False) -> tuple[list[torch.nn.Module], Any]:
         half = {"bf16": self._dtype == torch.bfloat16, "fp16": self._dtype == torch.float16}
         with hollow_build() if hollow else nullcontext():
-            config = TransformerConfig(
+            config = self._config(
                 tensor_model_parallel_size=layout.tp,
                 pipeline_model_parallel_size=layout.pp,
                 context_parallel_size=layout.cp,
