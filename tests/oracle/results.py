@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from tests.oracle.table import Row
+from tests.oracle.chain import Row
 
 FILE = Path(__file__).with_name("results.json")
 WRITE = "ORACLE_RESULTS"

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_dynatrain.layout import DEFAULT_ORDER, ParallelLayout
 from tests.oracle import hooks
-from tests.oracle.table import Chain, Row
+from tests.oracle.chain import Chain, Row
 from tests.ranks.dynamic import SwitchedRun, run_switched
 from tests.ranks.gpt_args import checkpoint_args, gpt_args
 from tests.ranks.hooks import mend_checkpoints

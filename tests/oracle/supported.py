@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.oracle import results
+from tests.oracle.chain import Row, axes_of
 from tests.oracle.models import MODELS
-from tests.oracle.table import ROWS, Row, axes_of
+from tests.oracle.table import ROWS
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "supported.md"
 

@@ -15,8 +15,9 @@ from __future__ import annotations
 import pytest
 
 from tests.oracle import results
+from tests.oracle.chain import Chain, Row
 from tests.oracle.runs import ChainRun, gathered, never_switched, run_anew, run_chain, steps_between
-from tests.oracle.table import CHAINS, ROWS, Chain, Row
+from tests.oracle.table import CHAINS, ROWS
 from tests.ranks.independent_gather import STATES, LogicalState
 from tests.ranks.pool import RankFailure, RankPool
 

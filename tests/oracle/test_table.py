@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.oracle import results, supported
-from tests.oracle.table import CHAINS, ROWS, SPLIT_AXES, Row, at, axes_of, layout_of
+from tests.oracle.chain import SPLIT_AXES, Row, at, axes_of, layout_of
+from tests.oracle.table import CHAINS, ROWS
 
 
 def row_of(name: str) -> Row:
