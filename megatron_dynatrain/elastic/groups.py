@@ -61,7 +61,6 @@ class WorldGroups:
         self._groups: dict[GroupKey, ProcessGroup] = {}
         self._sequence: dict[tuple[int, ...], int] = {}
         self._keys: list[str] = []
-        self.requested: list[tuple[int, ...]] = []
 
     def group(
         self, ranks: Sequence[int] | None = None, *, backend: str | None = None, options: object = None
@@ -74,7 +73,6 @@ class WorldGroups:
             TransferError: The members did not meet within the world's timeout.
         """
         members = tuple(ranks) if ranks is not None else self.ranks
-        self.requested.append(members)
         chosen = backend or self.backend
         # Every rank counts every request, members or not: the name of a group must not depend on who asks.
         if self.rank not in members:

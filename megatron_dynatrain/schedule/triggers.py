@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -48,14 +47,3 @@ class Trigger:
     def __str__(self) -> str:
         """Return it as it is written in a schedule."""
         return f"{self.kind}: {self.value}"
-
-
-def first_due(pending: Sequence[Trigger], iteration: int, consumed_samples: int) -> int | None:
-    """Return the index of the first pending trigger that is due, or None.
-
-    A caller drops a switch from `pending` once it was tried, so each happens once, and at most one at a boundary.
-    """
-    for index, trigger in enumerate(pending):
-        if trigger.due(iteration, consumed_samples):
-            return index
-    return None

@@ -127,10 +127,6 @@ class Execution:
             seconds=time.monotonic() - self._began,
         )
 
-    def forget_source(self, slab: str) -> None:
-        """Drop the last view of a source slab, so that its owner can free it."""
-        self._source.forget(slab)
-
     def _pack(self, message: Message, posted: Posted) -> torch.Tensor:
         if len(message.moves) == 1 and self._in_place:
             view = self._source.box(message.moves[0].source, message.moves[0].box)

@@ -86,10 +86,6 @@ class BitViews:
         dense = flat[piece.offset : stop].view(piece.box.shape)
         return dense if box == piece.box else dense[box.relative_to(piece.box)]
 
-    def forget(self, slab: str) -> None:
-        """Drop the view of a slab, so that its memory can be freed."""
-        self._flat.pop(slab, None)
-
     def _open(self, piece: Piece) -> torch.Tensor:
         tensor = self._memory.get(piece.slab)
         if tensor is None:

@@ -19,15 +19,30 @@ def _cycles(context: RankContext) -> dict[str, Any]:
 
     shape = {**T_SHAPE, "num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "num_query_groups": 2}
     job = CaseJob(context, START, gpt(16), shape=shape)
+    requested = _requests()
     found: dict[str, Any] = {"sums": [(START, _sums(context.rank))], "requested": [], "left": []}
     for _ in range(CYCLES):
         for layout in CYCLE:
             job.switch(layout)
-            groups = job.switcher.world.parallel_state.groups
-            found["requested"].append(list(groups.requested))
+            found["requested"].append(requested.pop(job.switcher.world.parallel_state.groups))
             found["sums"].append((layout, _sums(context.rank)))
         found["left"].append(_left())
     return found
+
+
+def _requests() -> dict[object, list[tuple[int, ...]]]:
+    """Return what is filled with the ranks of each group that a world is asked for from now on, members or not."""
+    from megatron_dynatrain.elastic.groups import WorldGroups
+
+    requested: dict[object, list[tuple[int, ...]]] = {}
+    stock = WorldGroups.group
+
+    def group(self: Any, ranks: Any = None, **others: Any) -> Any:
+        requested.setdefault(self, []).append(tuple(ranks) if ranks is not None else self.ranks)
+        return stock(self, ranks, **others)
+
+    WorldGroups.group = group  # type: ignore[method-assign]
+    return requested
 
 
 def _groups() -> dict[str, Any]:

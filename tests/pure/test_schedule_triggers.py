@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_dynatrain.schedule.triggers import Trigger, first_due
+from megatron_dynatrain.schedule.triggers import Trigger
 
 
 @pytest.mark.parametrize(
@@ -35,22 +35,6 @@ def test_the_boundary_counts_from_where_the_run_starts() -> None:
     assert Trigger("at_samples", 99).boundary(10, 100, 8) == 10
     assert Trigger("at_samples", 92).boundary(10, 100, 8) == 9
     assert Trigger("at_iteration", 12).boundary(10, 100, 8) == 12
-
-
-def test_each_switch_happens_once_and_a_missed_boundary_is_made_up_at_the_next() -> None:
-    pending = [Trigger("at_iteration", 3), Trigger("at_samples", 40), Trigger("at_iteration", 6)]
-    happened = []
-    for iteration in (1, 2, 4, 5, 6, 7):
-        index = first_due(pending, iteration, 8 * iteration)
-        if index is not None:
-            happened.append((iteration, pending.pop(index)))
-    assert happened == [
-        (4, Trigger("at_iteration", 3)),
-        (5, Trigger("at_samples", 40)),
-        (6, Trigger("at_iteration", 6)),
-    ]
-    assert pending == []
-    assert first_due(pending, 100, 1000) is None
 
 
 def test_a_trigger_reads_as_it_is_written() -> None:
