@@ -83,8 +83,19 @@ class LiveState:
         )
 
     def steps(self) -> set[float]:
-        """Return the distinct optimizer step counts on this rank (one in a healthy job, none before the first step)."""
-        return {float(run.step) for run in self.runs.values() if run.step is not None}
+        """Return the distinct optimizer step counts on this rank (one in a healthy job, none before the first step).
+
+        Raises:
+            StateError: A parameter has moments and nobody counted its steps; names it.
+        """
+        counted = set()
+        names = {item.tensor: item.name for item in self.named}
+        for parameter, run in self.runs.items():
+            if run.step is not None:
+                counted.add(float(run.step))
+            elif any(kind.value in run.state for kind in MOMENTS):
+                raise self._unlisted(names[parameter], ["step"], run)
+        return counted
 
     def step_template(self) -> Step | None:
         """Return one step count, whose type and dtype the target must keep; None where there is none."""
@@ -151,16 +162,19 @@ class LiveState:
             return
         unknown, missing = sorted(set(state) - run.known), sorted(run.known - set(state))
         if unknown or missing:
-            raise StateError(
-                "the optimizer's states are not the ones in the list",
-                rank=self.rank,
-                subject=f"{item.name}: {', '.join([*missing, *unknown])}",
-                expected=sorted(run.known),
-                got=sorted(state),
-                hint="an unlisted state would be lost by a switch, a missing one would be made of zeros",
-            )
+            raise self._unlisted(item.name, [*missing, *unknown], run)
         for kind in MOMENTS:
             yield slab_name(kind, item.chunk, item.name), state[kind.value].detach().view(-1)
+
+    def _unlisted(self, name: str, states: Sequence[str], run: OwnedRun) -> StateError:
+        return StateError(
+            "the optimizer's states are not the ones in the list",
+            rank=self.rank,
+            subject=f"{name}: {', '.join(states)}",
+            expected=sorted(run.known | {"step"}),
+            got=sorted(run.state),
+            hint="an unlisted state would be lost by a switch, a missing one would be made of zeros",
+        )
 
     def check(self, placement: Placement, *, moments: bool) -> None:
         """Check the real objects against the predicted placement: names, shapes, dtypes, runs and buffer index maps.

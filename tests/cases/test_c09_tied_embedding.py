@@ -16,13 +16,16 @@ NORM = 11.3137  # sqrt(16 * 8); counting both copies would give 16.0
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
-def _switch(context: RankContext, clip: float) -> list[dict[str, Any]]:
+def _switch(context: RankContext, clip: float, dtype: str) -> list[dict[str, Any]]:
+    import torch
+
     from tests.cases.job import CaseJob
     from tests.cases.models import T_SHAPE, gpt
     from tests.cases.training import train_step
 
     shape = {**T_SHAPE, "hidden_size": HIDDEN, "num_attention_heads": 2, "num_query_groups": 2}
-    job = CaseJob(context, STOPS[0], gpt(VOCABULARY, tied=True), shape=shape, optimizer={"clip_grad": clip})
+    make = gpt(VOCABULARY, tied=True)
+    job = CaseJob(context, STOPS[0], make, shape=shape, optimizer={"clip_grad": clip}, dtype=getattr(torch, dtype))
     train_step(job)
     found = []
     for number, layout in enumerate(STOPS):
@@ -65,9 +68,9 @@ def _first(job: Any) -> float | None:
     return None
 
 
-@pytest.mark.parametrize("clip", [0.0, 1.0])
-def test_c09_one_logical_parameter_at_every_stop(ranks: RankPool, clip: float) -> None:
-    found = ranks.run(4, _switch, clip)
+@pytest.mark.parametrize(("clip", "dtype"), [(0.0, "float32"), (1.0, "float32"), (1.0, "bfloat16")])
+def test_c09_one_logical_parameter_at_every_stop(ranks: RankPool, clip: float, dtype: str) -> None:
+    found = ranks.run(4, _switch, clip, dtype)
     for number, layout in enumerate(STOPS):
         stop = [record[number] for record in found]
         for when in ("right after", "after a step"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 
 from megatron_dynatrain.layout import ParallelLayout
 from tests.ranks.context import RankContext
@@ -25,7 +26,7 @@ EXPERTS = {  # by layout, what rank 0 and the next ranks hold, in the order of t
 }
 
 
-def _switch(context: RankContext) -> dict[str, Any]:
+def _switch(context: RankContext, dtype: str) -> dict[str, Any]:
     """Fill every parameter and state by its place, then look at each stop by what is found in memory."""
     import torch
 
@@ -33,13 +34,14 @@ def _switch(context: RankContext) -> dict[str, Any]:
     from tests.cases.job import CaseJob
     from tests.cases.models import EXPERT_SHAPE, moe
 
-    job = CaseJob(context, STOPS[0], moe(), shape=EXPERT_SHAPE)
+    job = CaseJob(context, STOPS[0], moe(), shape=EXPERT_SHAPE, dtype=getattr(torch, dtype))
     job.step(0.0)  # makes the moments
     where = places(job)
     with torch.no_grad():
         for name, parameter in job.parameters().items():
             parameter.fill_(value(where[name]))
         for name, item in job.owned().items():
+            item.main.fill_(value(where[name]))
             item.state["exp_avg"].fill_(value(where[name]) + 0.25)
             item.state["exp_avg_sq"].fill_(value(where[name]) + 0.5)
     found: dict[str, Any] = {"held": [], "states": [job.gather()], "layouts": []}
@@ -52,6 +54,8 @@ def _switch(context: RankContext) -> dict[str, Any]:
 
 
 def _held(job: Any) -> dict[str, Any]:
+    import torch
+
     from tests.cases.experts import places, value
 
     where, owned = places(job), job.owned()
@@ -59,12 +63,14 @@ def _held(job: Any) -> dict[str, Any]:
     for name, parameter in job.parameters().items():
         states = owned[name].state if name in owned else {}
         expected = value(where[name])
-        for kind, tensor, offset in (
-            ("param", parameter.detach(), 0.0),
-            ("exp_avg", states.get("exp_avg"), 0.25),
-            ("exp_avg_sq", states.get("exp_avg_sq"), 0.5),
+        cast = float(torch.tensor(expected, dtype=parameter.dtype))
+        for kind, tensor, filled in (
+            ("param", parameter.detach(), cast),
+            ("main", owned[name].main.detach() if name in owned else None, expected),
+            ("exp_avg", states.get("exp_avg"), expected + 0.25),
+            ("exp_avg_sq", states.get("exp_avg_sq"), expected + 0.5),
         ):
-            if tensor is not None and set(tensor.flatten().tolist()) != {expected + offset}:
+            if tensor is not None and set(tensor.flatten().tolist()) != {filled}:
                 wrong.append((name, kind))
         if name.endswith("linear_fc1.weight") and where[name].expert is not None:
             values.append((where[name].layer, float(parameter.detach().flatten()[0])))
@@ -73,8 +79,9 @@ def _held(job: Any) -> dict[str, Any]:
     return {"wrong": wrong, "experts": values, "everywhere": kinds | routers}
 
 
-def test_c11_experts_keep_their_numbers(ranks: RankPool) -> None:
-    found = ranks.run(4, _switch)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_c11_experts_keep_their_numbers(ranks: RankPool, dtype: str) -> None:
+    found = ranks.run(4, _switch, dtype)
     for stop, name in enumerate(found[0]["layouts"]):
         layout = STOPS[stop + 1]
         for rank, record in enumerate(found):
@@ -96,4 +103,4 @@ def test_c11_experts_keep_their_numbers(ranks: RankPool) -> None:
     assert {ep4.copies[key, "exp_avg"] for key in keys} == {1}
     shared = [key for key, state in ep4.copies if state == "param" and "shared_experts" in key]
     assert {ep4.copies[key, "param"] for key in shared} == {4}
-    assert np.unique(ep4.bits[shared[0], "param"].view(np.float32)).tolist() == [0.0, 1000.0, 2000.0, 3000.0]
+    assert np.unique(ep4.bits[shared[0], "main"].view(np.float32)).tolist() == [0.0, 1000.0, 2000.0, 3000.0]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from megatron_dynatrain.layout import ParallelLayout
 from tests.ranks.context import RankContext
 from tests.ranks.pool import RankPool
@@ -13,13 +15,15 @@ STEPS = 7
 SETTINGS = {"lr": 2e-3, "adam_beta1": 0.8, "adam_beta2": 0.9, "adam_eps": 1e-6, "weight_decay": 0.1}
 
 
-def _train(context: RankContext, stops: list[ParallelLayout]) -> dict[str, Any]:
+def _train(context: RankContext, dtype: str, stops: list[ParallelLayout]) -> dict[str, Any]:
     """Seven steps with a gradient of each parameter's own, the switches, and the eighth step."""
+    import torch
+
     from tests.cases.experts import places
     from tests.cases.job import CaseJob
     from tests.cases.models import EXPERT_SHAPE, moe
 
-    job = CaseJob(context, TOGETHER, moe(), shape=EXPERT_SHAPE, optimizer=SETTINGS)
+    job = CaseJob(context, TOGETHER, moe(), shape=EXPERT_SHAPE, optimizer=SETTINGS, dtype=getattr(torch, dtype))
 
     def step(number: int) -> None:
         where = places(job)
@@ -52,8 +56,9 @@ def _optimizers(job: Any) -> list[dict[str, Any]]:
     return found
 
 
-def test_c14_two_inner_optimizers_and_back(ranks: RankPool) -> None:
-    found = ranks.run(4, _train, [APART, TOGETHER])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_c14_two_inner_optimizers_and_back(ranks: RankPool, dtype: str) -> None:
+    found = ranks.run(4, _train, dtype, [APART, TOGETHER])
     for record in found:
         assert [len(optimizers) for optimizers in record["optimizers"]] == [1, 2, 1]
         for optimizers in record["optimizers"]:
@@ -69,6 +74,6 @@ def test_c14_two_inner_optimizers_and_back(ranks: RankPool) -> None:
     for state in others:
         assert first.differences(state) == []
         assert state.steps == (float(STEPS),)
-    (alone, *_) = ranks.run(4, _train, [])
+    (alone, *_) = ranks.run(4, _train, dtype, [])
     assert alone["last"].differences(found[0]["last"]) == []  # the eighth update, bit for bit
     assert alone["last"].steps == (float(STEPS + 1),)

@@ -11,11 +11,12 @@ from tests.ranks.context import RankContext
 from tests.ranks.pool import RankPool
 
 FIRST, SECOND, WRONG = 1 + 2**-12, 5.0, 0.9
-BF16_ONE, BF16_FIVE = 0x3F80, 0x40A0
+ONE_AND_FIVE = {"bfloat16": (0x3F80, 0x40A0), "float16": (0x3C00, 0x4500)}
+"""Bits of 1.0, which the first value is cast to, and of 5.0."""
 
 
-def _job(context: RankContext) -> Any:
-    """A bf16 job at tp2 dp2 with the case's main parameters; targets start with other values in both copies."""
+def _job(context: RankContext, dtype: str) -> Any:
+    """A 16-bit job at tp2 dp2 with the case's main parameters; targets start with other values in both copies."""
     import torch
 
     from megatron_dynatrain.layout import ParallelLayout
@@ -27,7 +28,8 @@ def _job(context: RankContext) -> Any:
         ParallelLayout(tp=2, dp=2),
         bare(first=((16, 20), 0), second=((12, 30), 1)),
         shape=BARE_SHAPE,
-        dtype=torch.bfloat16,
+        dtype=getattr(torch, dtype),
+        optimizer={"initial_loss_scale": 1024},  # of fp16 alone
     )
     values = {"first": FIRST, "second": SECOND}
 
@@ -56,10 +58,10 @@ def _bits(job: Any) -> dict[str, list[int]]:
     }
 
 
-def _switch(context: RankContext) -> dict[str, Any]:
+def _switch(context: RankContext, dtype: str) -> dict[str, Any]:
     from megatron_dynatrain.layout import ParallelLayout
 
-    job = _job(context)
+    job = _job(context, dtype)
     report = job.switch(ParallelLayout(dp=4))
     found = {
         "bytes": (report.moved_bytes, report.minimum_bytes),
@@ -74,11 +76,13 @@ def _owned(job: Any) -> dict[str, set[float]]:
     return {name: set(item.main.detach().flatten().tolist()) for name, item in job.owned().items()}
 
 
-def test_c18_main_parameters_and_their_casts_on_all_ranks(ranks: RankPool) -> None:
-    found = ranks.run(4, _switch)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_c18_main_parameters_and_their_casts_on_all_ranks(ranks: RankPool, dtype: str) -> None:
+    found = ranks.run(4, _switch, dtype)
+    one, five = ONE_AND_FIVE[dtype]
     for when in ("right after", "after a step"):
         # Before any step: no rank has waited for the gather of the data-parallel group.
-        assert [record[when][1] for record in found] == [{"first": [BF16_ONE], "second": [BF16_FIVE]}] * 4
+        assert [record[when][1] for record in found] == [{"first": [one], "second": [five]}] * 4
         owned = [record[when][2] for record in found]
         assert {name for held in owned for name in held} == {"first", "second"}
         for held in owned:
@@ -93,25 +97,28 @@ def test_c18_main_parameters_and_their_casts_on_all_ranks(ranks: RankPool) -> No
     assert found[0]["bytes"][0] == found[0]["bytes"][1] > 0
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
     ("copy", "spoiled", "words"),
     [("param", 3, "first param and main_param"), ("main", 0, "second param and main_param")],
 )
-def test_c18_a_stale_copy_is_found_before_the_commit(ranks: RankPool, copy: str, spoiled: int, words: str) -> None:
-    found = ranks.run(4, _switch_with_stale, copy, spoiled)
+def test_c18_a_stale_copy_is_found_before_the_commit(
+    ranks: RankPool, copy: str, spoiled: int, words: str, dtype: str
+) -> None:
+    found = ranks.run(4, _switch_with_stale, copy, spoiled, dtype)
     assert len({record["error"] for record in found}) == 1
     assert words in found[0]["error"]
     assert f"rank {spoiled}" in found[0]["error"]
     assert [record["layout"] for record in found] == ["tp2 dp2"] * 4
 
 
-def _switch_with_stale(context: RankContext, copy: str, spoiled: int) -> dict[str, Any]:
+def _switch_with_stale(context: RankContext, copy: str, spoiled: int, dtype: str) -> dict[str, Any]:
     """One rank of the target keeps one of the two copies at its initial value."""
     from megatron_dynatrain.errors import SwitchAborted
     from megatron_dynatrain.layout import ParallelLayout
     from tests.cases.job import owned_by
 
-    job = _job(context)
+    job = _job(context, dtype)
 
     def stale(phase: str) -> None:
         if phase != "verify/digest" or context.rank != spoiled:
