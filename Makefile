@@ -7,7 +7,7 @@ PY := $(VENV)/bin/python
 export OMP_NUM_THREADS ?= 1
 PYTEST_ARGS ?=
 
-.PHONY: help bootstrap demo demo-moe test lint format bench soak supported clean
+.PHONY: help bootstrap demo demo-moe test lint format bench soak supported te-check clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -48,5 +48,8 @@ supported: bootstrap  ## Run every row of the table of pairs, write docs/support
 	$(PY) -m tests.oracle.supported
 	$(PY) scripts/write_tables.py
 
-clean:  ## Remove caches and demo output (keeps .venv)
+te-check: bootstrap  ## Move the states of Transformer Engine's layers and optimizer; writes docs/te_check.md (builds it once: 15 min)
+	@. scripts/te_venv.sh && .venv-te/bin/python -W ignore scripts/te_check.py
+
+clean:  ## Remove caches and demo output (keeps .venv and .venv-te)
 	rm -rf demo-out demo-moe-out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

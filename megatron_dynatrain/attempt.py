@@ -18,7 +18,7 @@ from megatron_dynatrain.mcore.inner_optimizers import Step
 from megatron_dynatrain.mcore.optimizers import SharedValues
 from megatron_dynatrain.mcore.parallel_state import ParallelState
 from megatron_dynatrain.mcore.random_streams import RandomStreams
-from megatron_dynatrain.mcore.states import MOMENTS, LiveState
+from megatron_dynatrain.mcore.states import LiveState
 from megatron_dynatrain.mcore.streams_switch import check_streams, streams_after
 from megatron_dynatrain.mcore.thread_world import thread_world
 from megatron_dynatrain.memory import MemoryNeed, choose_mode
@@ -99,7 +99,7 @@ class Attempt:
         council.same("target layout", self._layout, phase="prepare")
         with council.phase("prepare", "memory"):
             steps = council.gather("steps", self._steps)
-            self._skip = () if any(steps.values()) else MOMENTS
+            self._skip = () if any(steps.values()) else self.description.made_by_first_step
             self._source.check(self._before, moments=not self._skip)
             self._choose_memory()
         with council.phase("prepare", "build"):
@@ -127,7 +127,7 @@ class Attempt:
             parts = council.gather("optimizer", SharedValues.of(self._source.optimizer))
             self._shared = SharedValues.merged(part for _, part in sorted(parts.items()))
         if bool(self._skip) == (step is not None):  # the job made its first step while this was built
-            self._skip = () if step is not None else MOMENTS
+            self._skip = () if step is not None else self.description.made_by_first_step
             self._agree_on_plan()
         with council.phase("prepare", "allocate"):
             if step is not None:
@@ -232,7 +232,7 @@ class Attempt:
                 on_window=lambda index: job.on_phase(f"transfer/window {index}"),
             )
         with self.council.phase("transfer", "scalars"):
-            self._target.copy_to_host()
+            self._target.copy_main()
             self._shared.carry(self._target.optimizer, rank=self.rank)
 
     def _clear_padding(self) -> None:

@@ -171,10 +171,10 @@ def check_casts(live: LiveState, *, rank: int) -> None:
         run = live.runs.get(item.tensor)
         if run is None:
             continue
-        copy = run.host_copy()
+        copy = run.copy_of_main()
         if copy is not None and not torch.equal(copy.view(torch.int32), run.main.detach().to(copy).view(torch.int32)):
             raise VerificationError(
-                "the optimizer's copy on the host is not the main parameter",
+                "the optimizer's copy is not the main parameter",
                 rank=rank,
                 phase="verify",
                 subject=f"{item.name} main_param",

@@ -278,7 +278,7 @@ def merge(per_rank: Sequence[Sequence[ParameterSpec]], facts: ModelFacts) -> Mod
 
 
 def with_state_dtypes(
-    description: ModelDescription, per_rank: Sequence[tuple[dict[str, str], str] | None]
+    description: ModelDescription, per_rank: Sequence[tuple[dict[str, str], str, bool] | None]
 ) -> ModelDescription:
     """Return the description with the dtypes in which the optimizers store moments and main parameters; pure.
 
@@ -300,9 +300,9 @@ def with_state_dtypes(
             )
     if not said:
         return description
-    moments, main = said[0]
+    moments, main, in_state = said[0]
     kinds = tuple((StateKind(name), dtype) for name, dtype in moments.items())
-    return replace(description, moment_dtypes=kinds, main_dtype=main)
+    return replace(description, moment_dtypes=kinds, main_dtype=main, main_in_state=in_state)
 
 
 def _is_copy(spec: ParameterSpec, facts: ModelFacts) -> bool:

@@ -120,19 +120,23 @@ class OwnedRun:
 
     def main_param(self) -> torch.Tensor | None:
         """Return the main parameter as it is stored; None where the inner optimizer has none yet."""
+        if self.main.dtype == torch.float32:
+            return self.main
         if keeps_main(self.optimizer):
             return self.state.get("master_param")
-        if self.main.dtype != torch.float32:
-            return offloaded.inner_of(self.optimizer.optimizer, self.main)
-        return self.main
+        return offloaded.inner_of(self.optimizer.optimizer, self.main)
 
-    def host_copy(self) -> torch.Tensor | None:
-        """Return the copy of an fp32 main parameter that an optimizer on the host steps; None where there is none.
+    def copy_of_main(self) -> torch.Tensor | None:
+        """Return the copy that the optimizer has of an fp32 main parameter, on the host or its own; None without one.
 
         It equals the main parameter at every iteration boundary, so it is made from it and not moved.
         """
+        if self.main.dtype != torch.float32:
+            return None
+        if keeps_main(self.optimizer):
+            return self.state.get("master_param")
         inner = offloaded.inner_of(self.optimizer.optimizer, self.main)
-        return None if inner is self.main or self.main.dtype != torch.float32 else inner
+        return None if inner is self.main else inner
 
     def create(self) -> None:
         """Make the state entries without values, hollow where the parameter is; `set_step` belongs to it."""
@@ -152,6 +156,15 @@ class OwnedRun:
             group["step"] = _tensor(step) if self.optimizer.config.optimizer_cuda_graph else int(step)
         else:
             self.state["step"] = _tensor(step)
+
+
+def set_group_steps(inner: DistributedOptimizer, step: Step) -> None:
+    """Set the step count of FusedAdam's groups that have no parameter on this rank: it counts in those too; local."""
+    for part in offloaded.parts_of(inner.optimizer):
+        if is_fused(part):
+            for group in part.param_groups:
+                if not group["params"]:
+                    group["step"] = int(step)
 
 
 def _tensor(step: Step) -> torch.Tensor:

@@ -11,7 +11,15 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron_dynatrain.errors import PlacementError, StateError, UnsupportedError
 from megatron_dynatrain.mcore.build import is_hollow
 from megatron_dynatrain.mcore.describe import NamedTensor, dtype_name, named_tensors
-from megatron_dynatrain.mcore.inner_optimizers import MOMENTS, OwnedRun, Step, check_known, state_dtypes
+from megatron_dynatrain.mcore.inner_optimizers import (
+    MOMENTS,
+    OwnedRun,
+    Step,
+    check_known,
+    keeps_main,
+    set_group_steps,
+    state_dtypes,
+)
 from megatron_dynatrain.mcore.realize import buffers_of, realize_gradients, realize_state
 from megatron_dynatrain.vps.flat_buffer import BufferPolicy
 from megatron_dynatrain.vps.placement import Placement, slab_name
@@ -110,18 +118,25 @@ class LiveState:
         """Set the step count of every run; local."""
         for run in self.runs.values():
             run.set_step(step)
+        for inner in distributed_optimizers(self.optimizer):
+            set_group_steps(inner, step)
 
-    def state_dtypes(self) -> tuple[dict[str, str], str] | None:
-        """Return the stored dtypes of the moments by name and that of a separate main parameter; None without runs."""
-        for run in self.runs.values():
+    def state_dtypes(self) -> tuple[dict[str, str], str, bool] | None:
+        """Return how states are stored, None without runs.
+
+        That is the dtypes of the moments by name, the dtype of a separate main parameter, and whether the optimizer
+        makes main parameters in its first step.
+        """
+        # An fp32 parameter has no separate main parameter, so it can't tell the dtype of one.
+        for run in sorted(self.runs.values(), key=lambda run: run.main.dtype == torch.float32):
             dtypes = {name: dtype_name(dtype) for name, dtype in state_dtypes(run.optimizer, run.main.dtype).items()}
-            return dtypes, dtypes.pop("master_param", "float32")
+            return dtypes, dtypes.pop("master_param", "float32"), keeps_main(run.optimizer)
         return None
 
-    def copy_to_host(self) -> None:
-        """Set the copies that an optimizer on the host has of fp32 main parameters; local, after the transfer."""
+    def copy_main(self) -> None:
+        """Set the copies that optimizers have of fp32 main parameters; local, after the transfer."""
         for run in self.runs.values():
-            copy = run.host_copy()
+            copy = run.copy_of_main()
             if copy is not None:
                 copy.data.copy_(run.main.detach())
 
@@ -186,7 +201,7 @@ class LiveState:
         predicted = {
             slab.name: (slab.numel, slab.dtype)
             for slab in placement.slabs(self.rank)
-            if moments or slab.state not in MOMENTS
+            if moments or slab.state not in placement.description.made_by_first_step
         }
         actual = {name: (flat.numel(), dtype_name(flat.dtype)) for name, flat in memory.items()}
         for name in sorted(predicted.keys() | actual.keys()):
@@ -207,7 +222,8 @@ class LiveState:
         for slab in placement.slabs(self.rank):
             item = by_name[slab.chunk, slab.parameter]
             run = self.runs.get(item.tensor)
-            if slab.state in (StateKind.PARAM, StateKind.BUFFER) or (slab.state in MOMENTS and not moments):
+            later = () if moments else placement.description.made_by_first_step
+            if slab.state in (StateKind.PARAM, StateKind.BUFFER, *later):
                 continue
             actual = (run.start, run.stop) if run is not None else None
             if actual != tuple(slab.run):

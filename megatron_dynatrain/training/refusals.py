@@ -91,17 +91,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "the optimizer state is found through the shards of the distributed optimizer",
         "add --use-distributed-optimizer",
     ),
-    Refusal(
-        "--use-precision-aware-optimizer",
-        "use_precision_aware_optimizer",
-        "given without `--optimizer-cpu-offload`",
-        lambda args: (
-            bool(getattr(args, "use_precision_aware_optimizer", None))
-            and not getattr(args, "optimizer_cpu_offload", None)
-        ),
-        "main parameters are kept as remainders, which was never tried",
-        "drop --use-precision-aware-optimizer",
-    ),
     _scaled("--main-params-dtype", "main_params_dtype", ("fp32", "float32")),
     _scaled("--exp-avg-dtype", "exp_avg_dtype", ("fp32", "float32", "bf16", "bfloat16")),
     _scaled("--exp-avg-sq-dtype", "exp_avg_sq_dtype", ("fp32", "float32", "bf16", "bfloat16")),

@@ -119,6 +119,7 @@ class ModelDescription:
             `{EXP_AVG: "float32", EXP_AVG_SQ: "float32"}`.
         main_dtype: Dtype name of the separate main parameter kept for 16-bit parameters. A float32 parameter has no
             separate main parameter: the optimizer's shard is a view of it.
+        main_in_state: Whether the optimizer makes the main parameters in its first step, with the moments.
     """
 
     parameters: tuple[ParameterSpec, ...]
@@ -128,6 +129,7 @@ class ModelDescription:
         default=((StateKind.EXP_AVG, "float32"), (StateKind.EXP_AVG_SQ, "float32"))
     )
     main_dtype: str = "float32"
+    main_in_state: bool = False
 
     def __post_init__(self) -> None:
         names: set[str] = set()
@@ -139,6 +141,12 @@ class ModelDescription:
             for segment in spec.segments:
                 if logical.setdefault(segment.key, (segment, spec.dtype)) != (segment, spec.dtype):
                     raise ValueError(f"{spec.name}: another parameter describes {segment.key} in another way")
+
+    @property
+    def made_by_first_step(self) -> tuple[StateKind, ...]:
+        """States that don't exist before the optimizer's first step."""
+        moments = tuple(kind for kind, _ in self.moment_dtypes)
+        return (*moments, StateKind.MAIN) if self.main_in_state else moments
 
     @property
     def padded_rows(self) -> int | None:

@@ -133,7 +133,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "--use-torch-fsdp2": ({"use_torch_fsdp2": True}, "sharded by FSDP"),
     "--optimizer": ({"optimizer": "dist_muon"}, "only Adam's states"),
     "--use-distributed-optimizer": ({"use_distributed_optimizer": False}, "shards of the distributed optimizer"),
-    "--use-precision-aware-optimizer": ({"use_precision_aware_optimizer": True}, "remainders"),
     "--main-params-dtype": ({"main_params_dtype": "fp16"}, "scale per shard"),
     "--exp-avg-dtype": ({"exp_avg_dtype": "fp8"}, "scale per shard"),
     "--exp-avg-sq-dtype": ({"exp_avg_sq_dtype": "torch.float16"}, "scale per shard"),

@@ -22,7 +22,7 @@ from megatron_dynatrain.schedule.resolve import Target, resolve
 from megatron_dynatrain.schedule.schema import load_schedule
 
 ROOT = Path(__file__).resolve().parents[2]
-TARGETS = ("bootstrap", "demo", "demo-moe", "test", "lint", "bench", "soak")
+TARGETS = ("bootstrap", "demo", "demo-moe", "test", "lint", "bench", "soak", "te-check")
 
 
 def assigned(name: str) -> object:

@@ -105,7 +105,7 @@ def _copies(optimizer: Any) -> Any:
 
 def test_copies_on_the_host_follow_and_are_checked(ranks: RankPool) -> None:
     for record in (found := ranks.run(2, _switch_with_copies)):
-        assert "the optimizer's copy on the host is not the main parameter" in record["error"]
+        assert "the optimizer's copy is not the main parameter" in record["error"]
         assert record["copies"]
         assert all(record["copies"])
     assert found[0]["same"] == [[], []]
