@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_dynatrain.elastic.council import Council
 from megatron_dynatrain.elastic.groups import WorldGroups, default_group
 from megatron_dynatrain.errors import DynaTrainError, LayoutError, StateError
 from megatron_dynatrain.layout import ParallelLayout
@@ -60,7 +61,7 @@ class Attempt:
         self.report = report
         self._apart = apart
         self.rank = job.rank
-        self.council = job.council(apart=apart)
+        self.council = self._council(apart=apart)
         self._groups: WorldGroups = job.groups("world", layout.ranks, apart=apart)
         union = sorted({*job.world.layout.ranks, *layout.ranks})
         self._transfer_groups: WorldGroups = job.groups("transfer", union, apart=apart)
@@ -74,6 +75,16 @@ class Attempt:
         self._skip: tuple[StateKind, ...] = ()
         self._refused: Exception | None = None
         self.moved = False
+
+    def _council(self, *, apart: bool = False) -> Council:
+        council = self._job.council(apart=apart)
+        council.on_failure = self._leave
+        return council
+
+    def _leave(self) -> None:
+        """Leave the attempt's groups after a failure: who waits in one of them for this rank fails now, not later."""
+        self.release_transport()
+        self._groups.destroy()
 
     # --- prepare ------------------------------------------------------------------------------------------------------
 
@@ -102,6 +113,8 @@ class Attempt:
             self._skip = () if any(steps.values()) else self.description.made_by_first_step
             self._source.check(self._before, moments=not self._skip)
             self._choose_memory()
+        with council.phase("prepare", "groups"):
+            self._make_groups()
         with council.phase("prepare", "build"):
             self._build()
         self._agree_on_plan()
@@ -120,7 +133,7 @@ class Attempt:
     def take_over(self) -> None:
         """Make what was built ready for the transfer, at the boundary and in the thread that trains."""
         job = self._job
-        self.council = council = job.council()
+        self.council = council = self._council()
         self._streams = RandomStreams.capture()
         with council.phase("prepare", "optimizer"):
             step = self._step_of_the_job()
@@ -166,8 +179,8 @@ class Attempt:
         need = MemoryNeed.of(self._before, after, self.rank, staging=staging, gradient_itemsize=itemsize)
         self.report.memory_mode = choose_mode(options.memory, need, limit=options.memory_limit, rank=self.rank)
 
-    def _build(self) -> None:
-        """Make the target's groups, chunks and optimizer, all without storage."""
+    def _make_groups(self) -> None:
+        """Make the groups of the target and of the transfer."""
         self._parallel_state = ParallelState.build(self._layout, self._groups)
         device = next(self._job.world.chunks[0].parameters()).device
         groups = self._transfer_groups
@@ -175,6 +188,9 @@ class Attempt:
         self._host_group = groups.group(backend="gloo")  # small numbers of the host; on gloo the same group
         replicas = self._layout.group_of(self.rank, "dp-cp"), self._layout.group_of(self.rank, "dp", expert=True)
         self._replica_groups = [groups.group(ranks, backend="gloo") for ranks in replicas]
+
+    def _build(self) -> None:
+        """Build the target's chunks and optimizer, all without storage."""
         with self._apart_target() if self._apart else self._live_target():
             self._chunks, self._optimizer = self._job.build(self._layout)
             # Here, as a model's sharded_state_dict asks the live parallel state where its layers stand.

@@ -26,6 +26,7 @@ class Preparation:
         layout: The layout it goes to.
         report: Its report; `ahead_s` is set here.
         inside: Entered by the thread while it builds.
+        after: A preparation that was given up and whose thread may still have to notice; this one waits for its end.
     """
 
     def __init__(
@@ -34,11 +35,13 @@ class Preparation:
         layout: ParallelLayout,
         report: SwitchReport,
         inside: AbstractContextManager[object] | None = None,
+        after: Preparation | None = None,
     ) -> None:
         self.attempt = attempt
         self.layout = layout
         self._report = report
         self._inside = inside or nullcontext()
+        self._after = after
         self._error: BaseException | None = None
         attempt.begin()
         self._thread = threading.Thread(target=self._run, name="dynatrain-prepare", daemon=True)
@@ -47,6 +50,10 @@ class Preparation:
     def _run(self) -> None:
         began = time.perf_counter()
         try:
+            if self._after is not None:
+                self._after._thread.join()  # bounded by the deadlines of its own waits
+                self._after.abort()
+                self._after = None
             with self._inside:
                 self.attempt.build_ahead()
         except BaseException as error:  # whatever it is, the training thread must hear of it

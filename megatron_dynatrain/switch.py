@@ -98,6 +98,7 @@ class Switcher:
         self.vocabulary = vocabulary
         self._attempts = 0
         self._ahead: Preparation | None = None
+        self._given_up: Preparation | None = None
         self._apart_store: dist.Store = self.store
         self._apart_control: ControlPlane | None = None
         self._control = ControlPlane(self.store, ranks=layout.ranks, rank=self.rank, tag=f"{name}/control")
@@ -163,7 +164,8 @@ class Switcher:
             raise StateError("a layout is being prepared already", rank=self.rank, got=self._ahead.layout.describe())
         self._attempts += 1
         report = SwitchReport(self.world.layout, layout, verify=self.options.verify)
-        self._ahead = Preparation(Attempt(self, layout, report, apart=True), layout, report, inside)
+        self._ahead = Preparation(Attempt(self, layout, report, apart=True), layout, report, inside, self._given_up)
+        self._given_up = None
 
     @property
     def preparing(self) -> Preparation | None:
@@ -175,6 +177,12 @@ class Switcher:
         preparation, self._ahead = self._ahead, None
         if preparation is not None:
             preparation.cancel(self.options.timeout)
+            self._keep_if_running(preparation)
+
+    def _keep_if_running(self, preparation: Preparation) -> None:
+        """Remember a preparation that was given up but whose thread goes on: the next one has to wait for it."""
+        if not preparation.done:
+            self._given_up = preparation
 
     def _attempt(self, layout: ParallelLayout) -> tuple[Attempt, Preparation | None]:
         """Return the attempt that was prepared for this layout, else a new one."""
@@ -214,6 +222,8 @@ class Switcher:
         except Exception as caught:
             error = caught if isinstance(caught, DynaTrainError) else _unexpected(caught, self.rank)
             (preparation or attempt).abort()
+            if preparation is not None:
+                self._keep_if_running(preparation)
             report.outcome = "aborted" if attempt.moved else "refused"
             report.error = str(error)
             raise _failure(report, error) from error

@@ -155,13 +155,13 @@ class ControlPlane:
             values[rank] = pickle.loads(self.store.get(key))
         return values
 
-    def same(self, name: str, value: object, *, phase: str, seconds: float) -> None:
-        """Return where every rank gave an equal value.
+    def same(self, name: str, value: object, *, phase: str, seconds: float, vote: str | None = None) -> None:
+        """Return where every rank gave an equal value; arguments as those of `gather`.
 
         Raises:
             AgreementError: Values differ; names the first rank that differs from the first rank of the world.
         """
-        values = self.gather(name, value, phase=phase, seconds=seconds)
+        values = self.gather(name, value, phase=phase, seconds=seconds, vote=vote)
         first = values[self.ranks[0]]
         for rank in self.ranks:
             if values[rank] != first:

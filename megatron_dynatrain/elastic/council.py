@@ -26,6 +26,7 @@ class Council:
 
     Attributes:
         cancelled: Set from any thread: this rank then votes against the next part, and so ends all of them.
+        on_failure: Called where this rank fails, before it says so: others may wait for it in a collective.
     """
 
     def __init__(self, control: ControlPlane, *, prefix: str, seconds: float, on_phase: Callable[[str], None]) -> None:
@@ -35,6 +36,7 @@ class Council:
         self._on_phase = on_phase
         self._vote: str | None = None
         self.cancelled = False
+        self.on_failure: Callable[[], None] = _nothing
 
     @contextmanager
     def phase(self, phase: str, name: str) -> Iterator[None]:
@@ -54,6 +56,7 @@ class Council:
         except Exception as caught:
             logger.debug("rank %d: %s/%s failed", rank, phase, name, exc_info=True)
             error = caught
+            self.on_failure()
         try:
             self._control.decide(self._vote, error, phase=phase, seconds=self._seconds)
         except DynaTrainError as verdict:
@@ -75,4 +78,8 @@ class Council:
             AgreementError: Names the first rank that has another one, the same on every rank.
         """
         with self.phase(phase, f"same {name}"):
-            self._control.same(f"{self._prefix}/{name}", value, phase=phase, seconds=self._seconds)
+            self._control.same(f"{self._prefix}/{name}", value, phase=phase, seconds=self._seconds, vote=self._vote)
+
+
+def _nothing() -> None:
+    """Do nothing."""
