@@ -153,6 +153,7 @@ def test_bytes_are_written_with_a_binary_unit(count: int, text: str) -> None:
 def test_tensorboard_gets_what_is_known_and_the_layout_trained_under_afterwards() -> None:
     assert tensorboard_scalars(COMMITTED) == {
         "dynamic-parallelism/stall-seconds": 0.25,
+        "dynamic-parallelism/ahead-seconds": 1.5,
         "dynamic-parallelism/prepare-seconds": 0.5,
         "dynamic-parallelism/transfer-seconds": 0.125,
         "dynamic-parallelism/moved-bytes": 1572864.0,
