@@ -39,6 +39,8 @@ def misfits(
     eval_global_batch_size: int | None = None,
     mtp_num_layers: int | None = None,
     tied_embeddings: bool = False,
+    hybrid: bool = False,
+    split_by_tp: Iterable[tuple[str, int]] = (),
 ) -> Iterator[LayoutError]:
     """Yield everything that Megatron 0.19 asks of a model and doesn't get under a layout; pure, needs nothing built.
 
@@ -60,6 +62,8 @@ def misfits(
         eval_global_batch_size: Samples per step of an evaluation; None skips the checks of it.
         mtp_num_layers: Layers of multi-token prediction; None or 0 for none.
         tied_embeddings: Whether input and output embeddings are one parameter.
+        hybrid: Whether it is a HybridModel, whose layers come from a pattern.
+        split_by_tp: Names and values of further sizes that tp must divide, as heads of Mamba.
     """
     try:
         layout.stage_layers(num_layers)
@@ -74,6 +78,10 @@ def misfits(
         padded_vocab_size,
         kv_channels or hidden_size // num_attention_heads,
     )
+    for name, count in split_by_tp:
+        yield from _divides(layout, name, count, "tp", layout.tp)
+    if hybrid:
+        yield from _of_pattern(layout)
     yield from _of_experts(layout, num_experts, moe_ffn_hidden_size or ffn_hidden_size, add_bias_linear)
     if mtp_num_layers and tied_embeddings:
         yield from _of_tied_prediction(layout, mtp_num_layers)
@@ -96,6 +104,17 @@ def padded_vocab_size(vocab_size: int, divisor: int, tp_sizes: Iterable[int]) ->
     """
     multiple = divisor * math.lcm(*tp_sizes)
     return -(-vocab_size // multiple) * multiple
+
+
+def _of_pattern(layout: ParallelLayout) -> Iterator[LayoutError]:
+    """A HybridModel has other ways of splitting only by `|` in its pattern, which no switch changes."""
+    split = layout.split
+    if layout.vpp is not None:
+        yield _misfit(layout, "vpp", "no virtual pipeline of a HybridModel", layout.vpp)
+    if split.layout is not None:
+        yield _misfit(layout, "pipeline_model_parallel_layout", "none with --hybrid-layer-pattern", split.layout)
+    if split.account_for_embedding or split.account_for_loss:
+        yield _misfit(layout, "account_for_*_in_pipeline_split", "off with --hybrid-layer-pattern", "on")
 
 
 def _of_tensors(

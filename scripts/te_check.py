@@ -21,6 +21,7 @@ from tests.te import entry  # noqa: E402
 from tests.te.cases import CASES, Case  # noqa: E402
 from tests.te.faults import Fault, faults  # noqa: E402
 from tests.te.report import Result, layout_text, render  # noqa: E402
+from tests.te.runs import RUNS, Run, compared  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "te_check.md"
 _PACKAGES = ("transformer-engine", "torch", "megatron-core", "mamba-ssm", "flash-linear-attention")
@@ -36,15 +37,16 @@ def main() -> int:
     pool = RankPool("tests.te.warm")
     try:
         results = [switched(pool, case) for case in CASES if only in repr(case)]
+        trained = [in_pretrain(pool, run) for run in RUNS if only in repr(run)]
         found = [seen(pool, fault) for fault in faults() if only in repr(fault)]
         extra = extra_state(pool) if not only else ("", "", "", "")
     finally:
         pool.close()
-    bad = sum(bool(result.wrong) for result in results)
+    bad = sum(bool(result.wrong) for result in results) + sum(row[-1] != "equal" for row in trained)
     bad += sum("not seen" in row for row in (*found, extra))
     if not only:
-        DOCUMENT.write_text(render(results, [*found, extra], stamp()), encoding="utf-8")
-    print(f"{len(results)} switches, {len(found)} faults: {bad} not as they must be")
+        DOCUMENT.write_text(render(results, [*found, extra], trained, stamp()), encoding="utf-8")
+    print(f"{len(results)} switches, {len(trained)} runs, {len(found)} faults: {bad} not as they must be")
     return min(bad, 1)
 
 
@@ -63,6 +65,18 @@ def switched(pool: RankPool, case: Case) -> Result:
         result = Result(case, sum(one.elements for one in outcomes), tuple(states), "; ".join(wrong))
     print(f"{_text(case)}: {result.wrong or 'equal'}", flush=True)
     return result
+
+
+def in_pretrain(pool: RankPool, run: Run) -> tuple[str, str, str]:
+    """Run `pretrain()` with switches and print its row."""
+    try:
+        wrong = compared(pool, run)
+    except RankFailure as failure:
+        wrong = [str(failure).splitlines()[0]]
+    layouts = " -> ".join(f"`{layout_text(sizes)}`" for sizes in run.layouts)
+    words = run.words + (f", `{run.pattern}`" if run.pattern else "")
+    print(f"pretrain(), {words}: {'; '.join(wrong) or 'equal'}", flush=True)
+    return words, f"{run.world} ranks: {layouts}", "; ".join(wrong) or "equal"
 
 
 def seen(pool: RankPool, fault: Fault) -> tuple[str, str, str, str]:

@@ -35,6 +35,8 @@ class ModelSizes:
         eval_global_batch_size: Samples per step of an evaluation, the same under every layout; None without any.
         mtp_num_layers: Layers of multi-token prediction; None or 0 for none.
         tied_embeddings: Whether input and output embeddings are one parameter, as is Megatron's default.
+        hybrid: Whether it is a HybridModel (`--hybrid-layer-pattern`).
+        split_by_tp: Names and values of further sizes that tp must divide.
     """
 
     num_layers: int
@@ -52,6 +54,8 @@ class ModelSizes:
     eval_global_batch_size: int | None = None
     mtp_num_layers: int | None = None
     tied_embeddings: bool = False
+    hybrid: bool = False
+    split_by_tp: tuple[tuple[str, int], ...] = ()
 
 
 def check_schedule(

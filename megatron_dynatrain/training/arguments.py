@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
@@ -212,7 +213,20 @@ def model_sizes(args: Namespace, padded_vocab_size: int | None = None) -> ModelS
         eval_global_batch_size=args.eval_global_batch_size if args.eval_iters else None,
         mtp_num_layers=args.mtp_num_layers,
         tied_embeddings=not args.untie_embeddings_and_output_weights,
+        hybrid=getattr(args, "hybrid_layer_pattern", None) is not None,
+        split_by_tp=tuple(_split_by_tp(args)),
     )
+
+
+def _split_by_tp(args: Namespace) -> Iterator[tuple[str, int]]:
+    """Yield the sizes of a HybridModel's Mamba and gated-delta-net layers that tensor parallelism splits."""
+    pattern = getattr(args, "hybrid_layer_pattern", None) or ""
+    if "M" in pattern:  # Megatron's mixer is twice as wide as the model, unless its heads are given
+        yield "mamba_num_heads", args.mamba_num_heads or 2 * args.hidden_size // args.mamba_head_dim
+        yield "mamba_num_groups", args.mamba_num_groups
+    if "G" in pattern:
+        yield "linear_num_key_heads", args.linear_num_key_heads
+        yield "linear_num_value_heads", args.linear_num_value_heads
 
 
 def _wrong_flag(flag: str, message: str, expected: str, got: object) -> ScheduleError:

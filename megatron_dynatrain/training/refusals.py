@@ -71,6 +71,18 @@ def _scaled(flag: str, dest: str, unscaled: tuple[str, ...]) -> Refusal:
     )
 
 
+def _with_stages(flag: str, dest: str) -> Refusal:
+    """Refuse a pattern of a HybridModel that has pipeline stages or multi-token prediction in it."""
+    return Refusal(
+        flag,
+        dest,
+        "a pattern with a stage end or multi-token prediction",
+        lambda args: bool({"|", "/"} & set(str(getattr(args, dest, None) or ""))),
+        "the stages that it writes down fit one pipeline size only, and its multi-token prediction was never tried",
+        "write the layers without `|` and `/`: they are split evenly, or by first and last",
+    )
+
+
 _CONTEXT = "context-parallel groups of several levels are not rebuilt yet"
 _FSDP = "parameters are sharded by FSDP and not by the distributed optimizer, whose shards are what is moved"
 _SCALES = "scales and quantised copies are states that nobody moves yet"
@@ -122,9 +134,8 @@ REFUSALS: tuple[Refusal, ...] = (
         "drop --tensor-parallel-num-weight-shards",
     ),
     _set("--experimental-attention-variant", "experimental_attention_variant", _MODEL),
-    _set("--hybrid-layer-pattern", "hybrid_layer_pattern", _MODEL),
-    _set("--hybrid-override-pattern", "hybrid_override_pattern", _MODEL),
-    _set("--is-hybrid-model", "is_hybrid_model", _MODEL),
+    _with_stages("--hybrid-layer-pattern", "hybrid_layer_pattern"),
+    _with_stages("--hybrid-override-pattern", "hybrid_override_pattern"),
     _set("--heterogeneous-layers-config-path", "heterogeneous_layers_config_path", _MODEL),
     _set("--heterogeneous-layers-config-encoded-json", "heterogeneous_layers_config_encoded_json", _MODEL),
     Refusal(

@@ -139,7 +139,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "--fp8-format": ({"fp8": "hybrid"}, "scales"),
     "--fp4-format": ({"fp4": "e2m1"}, "scales"),
     "--tensor-parallel-num-weight-shards": ({"tensor_parallel_num_weight_shards": 4}, "not modelled"),
-    "--hybrid-layer-pattern": ({"hybrid_layer_pattern": "M*"}, "no logical tensors"),
+    "--hybrid-layer-pattern": ({"hybrid_layer_pattern": "M*|M*"}, "fit one pipeline size only"),
+    "--hybrid-override-pattern": ({"hybrid_override_pattern": "M*/M"}, "multi-token prediction was never tried"),
     "--dataloader-type": ({"dataloader_type": "external"}, "a data loader with a state of its own"),
     "--full-validation": ({"full_validation": True}, "validation steps"),
     "--eval-micro-batch-size": ({"eval_micro_batch_size": 4}, "later batch size"),
@@ -179,7 +180,7 @@ def test_the_refused_value_is_shown_with_what_is_expected() -> None:
 
 def test_all_refused_options_are_listed() -> None:
     with pytest.raises(UnsupportedError) as caught:
-        refuse_unsupported(job(hybrid_layer_pattern="M*", optimizer="sgd"))
+        refuse_unsupported(job(hybrid_layer_pattern="M*|M*", optimizer="sgd"))
     lines = str(caught.value).split("\n")
     assert lines[0] == "[phase check] 2 options don't work with --dynamic-parallelism:"
     assert [line.strip().split(":")[0] for line in lines[1:]] == ["--optimizer", "--hybrid-layer-pattern"]
@@ -193,6 +194,8 @@ def test_every_row_of_the_table_refuses_something_and_not_a_supported_job(row: A
         "use_distributed_optimizer": False,
         "dataloader_type": row.when.strip("`"),
         "tensor_parallel_num_weight_shards": 4,
+        "hybrid_layer_pattern": "*-|*-",
+        "hybrid_override_pattern": "*-/*",
     }
     assert row.refused(job(**{row.dest: bad.get(row.dest, 3)}))
 
@@ -255,6 +258,7 @@ def test_the_sizes_of_the_model_are_read_from_the_arguments() -> None:
         global_batch_size=8,
         eval_global_batch_size=4,
         eval_iters=0,
+        hybrid_layer_pattern=None,
         mtp_num_layers=None,
         untie_embeddings_and_output_weights=False,
         padded_vocab_size=128,
@@ -279,3 +283,21 @@ def test_neither_torch_nor_megatron_is_imported() -> None:
     program = f"import {names}, sys; print([name for name in ('torch', 'megatron') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_layers_of_a_pattern_are_checked_against_tp() -> None:
+    from megatron_dynatrain.training.arguments import _split_by_tp
+
+    sizes = {"mamba_head_dim": 16, "mamba_num_groups": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 6}
+    given = Namespace(hybrid_layer_pattern="M*G-", hidden_size=64, mamba_num_heads=None, **sizes)
+    heads = [
+        ("mamba_num_heads", 8),
+        ("mamba_num_groups", 8),
+        ("linear_num_key_heads", 2),
+        ("linear_num_value_heads", 6),
+    ]
+    assert list(_split_by_tp(given)) == heads
+    given.mamba_num_heads = 4
+    assert next(iter(_split_by_tp(given))) == ("mamba_num_heads", 4)
+    given.hybrid_layer_pattern = "*-"
+    assert list(_split_by_tp(given)) == []

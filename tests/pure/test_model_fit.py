@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_dynatrain.errors import LayoutError
-from megatron_dynatrain.layout import ParallelLayout
+from megatron_dynatrain.layout import ParallelLayout, PipelineSplit
 from megatron_dynatrain.model_fit import check_model_fit, misfits, padded_vocab_size
 
 DENSE: dict[str, Any] = {
@@ -21,6 +21,9 @@ DENSE: dict[str, Any] = {
     "global_batch_size": 24,
     "micro_batch_size": 2,
 }
+HYBRID = DENSE | {"hybrid": True, "split_by_tp": (("mamba_num_groups", 2),)}
+WRITTEN = PipelineSplit(layout="Et*6|t*6L")
+COUNTED = PipelineSplit(account_for_embedding=True, account_for_loss=True)
 MOE = DENSE | {"num_experts": 12, "moe_ffn_hidden_size": 24}
 
 
@@ -41,6 +44,7 @@ MOE = DENSE | {"num_experts": 12, "moe_ffn_hidden_size": 24}
         (ParallelLayout(cp=5, dp=1), DENSE | {"seq_length": None}),
         (ParallelLayout(tp=2, dp=1), DENSE | {"mtp_num_layers": 1, "tied_embeddings": True}),
         (ParallelLayout(dp=1, pp=2), DENSE | {"mtp_num_layers": 1}),
+        (ParallelLayout(tp=2, dp=1, pp=2, split=PipelineSplit(first=4)), HYBRID),
         (ParallelLayout(dp=1, pp=2), DENSE | {"mtp_num_layers": 0, "tied_embeddings": True}),
     ],
 )
@@ -87,6 +91,10 @@ def test_fits(layout: ParallelLayout, model: dict[str, Any]) -> None:
             "pp 2 with --mtp-num-layers 1 and tied embeddings",
         ),
         (ParallelLayout(dp=4, pp=2, vpp=2), DENSE, "global_batch_size", "a multiple of pp 2", "= 3 micro-batches"),
+        (ParallelLayout(dp=1, pp=2, vpp=2), HYBRID, "vpp", "no virtual pipeline", 2),
+        (ParallelLayout(dp=1, pp=2, split=WRITTEN), HYBRID, "pipeline_model_parallel_layout", "none with", "*6|t*6L"),
+        (ParallelLayout(dp=1, pp=2, split=COUNTED), HYBRID, "account_for_*_in_pipeline_split", "off with", "on"),
+        (ParallelLayout(tp=4, dp=1), HYBRID, "mamba_num_groups", "a multiple of tp 4", 2),
     ],
 )
 def test_misfits_name_the_field(

@@ -7,6 +7,7 @@ from pathlib import Path
 from tests.te.cases import CASES
 from tests.te.faults import faults
 from tests.te.report import Result, render
+from tests.te.runs import RUNS
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "te_check.md"
 
@@ -19,10 +20,16 @@ def _rows(text: str, heading: str) -> list[list[str]]:
 
 def test_every_switch_of_the_table_was_run_and_kept_every_bit() -> None:
     rows = _rows(DOCUMENT.read_text(encoding="utf-8"), "Switches")
-    planned = _rows(render([Result(case, 0, (), "") for case in CASES], [], _STAMP), "Switches")
+    planned = _rows(render([Result(case, 0, (), "") for case in CASES], [], [], _STAMP), "Switches")
     assert [row[:5] for row in rows] == [row[:5] for row in planned]
     assert {row[6] for row in rows} == {"equal"}
     assert min(int(row[5]) for row in rows) > 10_000
+
+
+def test_every_run_of_pretrain_kept_every_bit() -> None:
+    rows = _rows(DOCUMENT.read_text(encoding="utf-8"), "Inside `pretrain()`")
+    assert [row[0].partition(", `")[0] for row in rows] == [run.words for run in RUNS]
+    assert {row[2] for row in rows} == {"equal"}
 
 
 def test_every_fault_was_seen_by_the_plugin_and_by_the_witness() -> None:

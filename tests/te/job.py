@@ -132,7 +132,7 @@ def check(context: RankContext, case: Case) -> Outcome:
 def check_fault(context: RankContext, case: Case, spoil: Spoil) -> Outcome:
     """Put a fault into the target's memory on rank 0: the plugin must abort, and without it the witness must see it."""
     job = TeJob(context, case)
-    start(job.optimizer, case)
+    start(job.optimizer)
     fill(job.chunks, job.optimizer, cast=cast_of_main(case))
     job.on_phase = _spoiled(context, job, "verify/digest", spoil)
     try:
@@ -159,7 +159,7 @@ def _spoiled(context: RankContext, job: TeJob, at: str, spoil: Spoil) -> Callabl
 def _switched(job: TeJob, case: Case) -> Outcome:
     cast = cast_of_main(case)
     if case.started:
-        start(job.optimizer, case)
+        start(job.optimizer)
     outcome = Outcome(fill(job.chunks, job.optimizer, cast=cast))
     extra = extra_states(job.chunks)
     report = job.switch(layout_of(len(job.layout.ranks), case.target))
@@ -182,11 +182,19 @@ def cast_of_main(case: Case) -> bool:
     return not (settings.get("use_precision_aware_optimizer") and settings["store_param_remainders"])
 
 
-def start(optimizer: Any, case: Case) -> None:
-    """Make the states that FusedAdam makes in its first step, and set what counts and changes in training."""
+def start(optimizer: Any) -> None:
+    """Make the states of a first step, and change the learning rates."""
+    make_states(optimizer)
     for inner in inner_optimizers(optimizer):
         for group in inner.optimizer.param_groups:
-            group["step"], group["lr"] = STEP, RATE * group["lr"]
+            group["lr"] = RATE * group["lr"]
+
+
+def make_states(optimizer: Any) -> None:
+    """Make the states that FusedAdam makes in its first step, with another step count."""
+    for inner in inner_optimizers(optimizer):
+        for group in inner.optimizer.param_groups:
+            group["step"] = STEP
             for shard in group["params"]:
                 remainders = inner.optimizer.store_param_remainders and shard.dtype == torch.bfloat16
                 inner.optimizer.initialize_state(shard, remainders)

@@ -46,16 +46,25 @@ class Result:
     wrong: str
 
 
+_TRAINING = """
+## Inside `pretrain()`
+
+The plugin and a schedule in Megatron's own `pretrain()`, from the flags to the last step. There is one step in each
+layout; the first fills, all compare, and none of them trains.
+
+"""
+
+
 def layout_text(sizes: Keys) -> str:
     """Return a layout as a row shows it."""
-    short = {"sequence_parallel": "sp"}
-    words = [short.get(key, f"{key}{value}") for key, value in sizes.items()]
+    words = ["sp" if value is True else f"{key}{value}" for key, value in sizes.items() if value != 1]
     return " ".join(words) or "dp"
 
 
 def render(
     results: Sequence[Result],
     faults: Iterable[Sequence[str]],
+    training: Iterable[Sequence[str]],
     stamp: Mapping[str, str],
 ) -> str:
     """Return the document.
@@ -63,6 +72,7 @@ def render(
     Args:
         results: Rows of the table of switches.
         faults: (fault, switch, found, witness) each.
+        training: (model, layouts, result) of the runs of `pretrain()`.
         stamp: `date`, `commit`, `dirty` and `versions`.
     """
     good = sum(not result.wrong for result in results)
@@ -73,6 +83,7 @@ def render(
     parts.append("\n## Switches\n\n")
     head = ("model", "optimizer", "ranks", "from", "to", "elements", "result")
     parts.append(_table(head, map(_row, results)))
+    parts += [_TRAINING, _table(("model", "layouts", "result"), training)]
     parts += [_FAULTS, _table(("fault", "switch", "found", "witness"), faults)]
     return "".join(parts)
 
