@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_dynatrain.errors import UnsupportedError
 from megatron_dynatrain.vps.tensor import Home, Where
 
 TIED_OUTPUT = "output_layer.weight"
@@ -81,6 +82,13 @@ class Names:
             if local_name.startswith(prefix):
                 leaf = local_name[len(prefix) :]
                 stem = leaf.rstrip("0123456789")
+                if stem == leaf:
+                    raise UnsupportedError(
+                        "a parameter of grouped experts has no expert's number, so it holds all of them",
+                        subject=local_name,
+                        expected="a weight and a bias of each expert",
+                        hint="train without --moe-single-grouped-weight and --moe-single-grouped-bias",
+                    )
                 number = first + int(leaf[len(stem) :])
                 return f"{parent}experts.{number}.{prefix[len(parent) :]}{stem}", number
         return local_name, None

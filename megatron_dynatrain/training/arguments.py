@@ -219,12 +219,12 @@ def model_sizes(args: Namespace, padded_vocab_size: int | None = None) -> ModelS
 
 
 def _split_by_tp(args: Namespace) -> Iterator[tuple[str, int]]:
-    """Yield the sizes of a HybridModel's Mamba and gated-delta-net layers that tensor parallelism splits."""
+    """Yield the sizes of Mamba and gated-delta-net layers that tensor parallelism splits."""
     pattern = getattr(args, "hybrid_layer_pattern", None) or ""
     if "M" in pattern:  # Megatron's mixer is twice as wide as the model, unless its heads are given
         yield "mamba_num_heads", args.mamba_num_heads or 2 * args.hidden_size // args.mamba_head_dim
         yield "mamba_num_groups", args.mamba_num_groups
-    if "G" in pattern:
+    if "G" in pattern or getattr(args, "experimental_attention_variant", None) == "gated_delta_net":
         yield "linear_num_key_heads", args.linear_num_key_heads
         yield "linear_num_value_heads", args.linear_num_value_heads
 

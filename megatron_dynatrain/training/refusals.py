@@ -72,20 +72,21 @@ def _scaled(flag: str, dest: str, unscaled: tuple[str, ...]) -> Refusal:
 
 
 def _with_stages(flag: str, dest: str) -> Refusal:
-    """Refuse a pattern of a HybridModel that has pipeline stages or multi-token prediction in it."""
+    """Refuse a pattern of a HybridModel that has pipeline stages in it."""
     return Refusal(
         flag,
         dest,
-        "a pattern with a stage end or multi-token prediction",
-        lambda args: bool({"|", "/"} & set(str(getattr(args, dest, None) or ""))),
-        "the stages that it writes down fit one pipeline size only, and its multi-token prediction was never tried",
-        "write the layers without `|` and `/`: they are split evenly, or by first and last",
+        "a pattern with a stage end",
+        lambda args: "|" in str(getattr(args, dest, None) or ""),
+        "the stages that it writes down fit one pipeline size only",
+        "write the layers without `|`: they are split evenly, or by first and last",
     )
 
 
 _CONTEXT = "context-parallel groups of several levels are not rebuilt yet"
 _FSDP = "parameters are sharded by FSDP and not by the distributed optimizer, whose shards are what is moved"
 _SCALES = "scales and quantised copies are states that nobody moves yet"
+_GROUPED = "one parameter holds all experts of a rank, and has no logical tensor per expert yet"
 _MODEL = "its parameters have no logical tensors yet"
 _GRAPHS = "a captured graph holds the addresses and groups of the old layout"
 _BATCHES = "a later batch size may not be divisible by micro-batch size x dp of a later layout"
@@ -133,7 +134,16 @@ REFUSALS: tuple[Refusal, ...] = (
         "weights sharded over more ranks than tensor parallelism has are not modelled",
         "drop --tensor-parallel-num-weight-shards",
     ),
-    _set("--experimental-attention-variant", "experimental_attention_variant", _MODEL),
+    Refusal(
+        "--experimental-attention-variant",
+        "experimental_attention_variant",
+        "other than `gated_delta_net`",
+        lambda args: getattr(args, "experimental_attention_variant", None) not in (None, "gated_delta_net"),
+        _MODEL,
+        "use gated_delta_net, or a HybridModel",
+    ),
+    _set("--moe-single-grouped-weight", "moe_single_grouped_weight", _GROUPED),
+    _set("--moe-single-grouped-bias", "moe_single_grouped_bias", _GROUPED),
     _with_stages("--hybrid-layer-pattern", "hybrid_layer_pattern"),
     _with_stages("--hybrid-override-pattern", "hybrid_override_pattern"),
     _set("--heterogeneous-layers-config-path", "heterogeneous_layers_config_path", _MODEL),

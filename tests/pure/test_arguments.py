@@ -140,7 +140,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "--fp4-format": ({"fp4": "e2m1"}, "scales"),
     "--tensor-parallel-num-weight-shards": ({"tensor_parallel_num_weight_shards": 4}, "not modelled"),
     "--hybrid-layer-pattern": ({"hybrid_layer_pattern": "M*|M*"}, "fit one pipeline size only"),
-    "--hybrid-override-pattern": ({"hybrid_override_pattern": "M*/M"}, "multi-token prediction was never tried"),
+    "--hybrid-override-pattern": ({"hybrid_override_pattern": "*|M"}, "fit one pipeline size only"),
     "--dataloader-type": ({"dataloader_type": "external"}, "a data loader with a state of its own"),
     "--full-validation": ({"full_validation": True}, "validation steps"),
     "--eval-micro-batch-size": ({"eval_micro_batch_size": 4}, "later batch size"),
@@ -195,7 +195,7 @@ def test_every_row_of_the_table_refuses_something_and_not_a_supported_job(row: A
         "dataloader_type": row.when.strip("`"),
         "tensor_parallel_num_weight_shards": 4,
         "hybrid_layer_pattern": "*-|*-",
-        "hybrid_override_pattern": "*-/*",
+        "hybrid_override_pattern": "*-|*",
     }
     assert row.refused(job(**{row.dest: bad.get(row.dest, 3)}))
 
@@ -301,3 +301,5 @@ def test_layers_of_a_pattern_are_checked_against_tp() -> None:
     assert next(iter(_split_by_tp(given))) == ("mamba_num_heads", 4)
     given.hybrid_layer_pattern = "*-"
     assert list(_split_by_tp(given)) == []
+    given.experimental_attention_variant = "gated_delta_net"
+    assert list(_split_by_tp(given)) == heads[2:]

@@ -29,6 +29,7 @@ _OLD: dict[str, Any] = {
     "add_qkv_bias": True,
     "qk_layernorm": True,
 }
+_EIGHT: dict[str, Any] = {**_GPT, "num_layers": 8}
 _EXPERTS: dict[str, Any] = {
     "num_moe_experts": 4,
     "moe_router_topk": 2,
@@ -48,6 +49,8 @@ _MLA: dict[str, Any] = {
     "v_head_dim": 8,
     "rope_type": "rope",
 }
+_SPARSE: dict[str, Any] = {**_MLA, "dsa_indexer_n_heads": 4, "dsa_indexer_head_dim": 16, "dsa_indexer_topk": 4}
+_VARIANT: dict[str, Any] = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 2}
 _MAMBA: dict[str, Any] = {
     "mamba_num_heads": 8,
     "mamba_head_dim": 8,
@@ -84,15 +87,21 @@ MODELS: dict[str, Model] = {
     "gpt-moe-sequential": Model(
         "the same with a module for each expert", {**_GPT, **_EXPERTS, "moe_grouped_gemm": False}
     ),
-    "hybrid": Model("HybridModel: attention and MLP", {**_GPT, "num_layers": 8}, "*-*-*-*-"),
-    "hybrid-tied": Model("HybridModel, tied", {**_GPT, "num_layers": 8}, "*-*-*-*-", tied=True),
-    "hybrid-moe": Model(
-        "HybridModel: attention, MLP and grouped experts", {**_GPT, **_EXPERTS, "num_layers": 8}, "*E*-*E*-"
+    "gpt-gdn": Model("GPTModel: every second layer a gated delta net", {**_GPT, **_DELTA, **_VARIANT}),
+    "gpt-gdn-moe": Model(
+        "the same with grouped experts but in the first layer",
+        {**_GPT, **_DELTA, **_VARIANT, **_EXPERTS, "moe_layer_freq": [0, 1, 1, 1]},
     ),
-    "hybrid-mamba": Model("HybridModel: Mamba, attention and MLP", {**_GPT, **_MAMBA, "num_layers": 8}, "M*M-MMM-"),
-    "hybrid-gdn": Model(
-        "HybridModel: gated delta net, attention and MLP", {**_GPT, **_DELTA, "num_layers": 8}, "G*G-GGG-"
+    "hybrid": Model("HybridModel: attention and MLP", _EIGHT, "*-*-*-*-"),
+    "hybrid-tied": Model("HybridModel, tied", _EIGHT, "*-*-*-*-", tied=True),
+    "hybrid-mtp": Model(
+        "HybridModel with a multi-token-prediction layer", {**_EIGHT, "mtp_num_layers": 1}, "*-*-*-*-/*-"
     ),
+    "hybrid-mla": Model("HybridModel: multi-latent attention", {**_EIGHT, **_MLA}, "+-+-+-+-", mla=True),
+    "hybrid-dsa": Model("HybridModel: sparse latent attention", {**_EIGHT, **_SPARSE}, "D-D-D-D-", mla=True),
+    "hybrid-moe": Model("HybridModel: attention, MLP and grouped experts", {**_EIGHT, **_EXPERTS}, "*E*-*E*-"),
+    "hybrid-mamba": Model("HybridModel: Mamba, attention and MLP", {**_EIGHT, **_MAMBA}, "M*M-MMM-"),
+    "hybrid-gdn": Model("HybridModel: gated delta net, attention and MLP", {**_EIGHT, **_DELTA}, "G*G-GGG-"),
 }
 
 _AWARE: dict[str, Any] = {"use_precision_aware_optimizer": True}
@@ -165,6 +174,16 @@ CASES: tuple[Case, ...] = (
     Case("hybrid-moe", "remainders", 2, {"ep": 2}, {"pp": 2}),
     Case("hybrid-moe", "remainders", 2, {"pp": 2}, _SP),
     Case("hybrid-moe", "remainders", 4, {"cp": 2, "ep": 2}, {"pp": 2, **_SP}),
+    Case("hybrid-mtp", "remainders", 2, {"tp": 2}, {"pp": 2}),
+    Case("hybrid-mtp", "plain", 2, {"pp": 2}, {}),
+    Case("hybrid-mla", "remainders", 2, {"tp": 2}, {"pp": 2}),
+    Case("hybrid-mla", "plain", 2, {}, {"tp": 2}),
+    Case("hybrid-dsa", "remainders", 2, _SP, {"pp": 2}),
+    Case("hybrid-dsa", "plain", 2, {}, _SP),
+    # linear attention
+    Case("gpt-gdn", "remainders", 2, {"tp": 2}, {"pp": 2}),
+    Case("gpt-gdn", "plain", 2, {"pp": 2}, {"tp": 2}),
+    Case("gpt-gdn-moe", "remainders", 2, {"ep": 2}, {"pp": 2}),
     *(
         Case(model, kind, world, source, target)
         for model in ("hybrid-mamba", "hybrid-gdn")

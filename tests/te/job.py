@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_transformer_block_with_experimental_attention_variant_spec,
+)
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
     get_gpt_mtp_block_spec,
@@ -102,6 +105,14 @@ def make_model(model: Model, config: TransformerConfig) -> torch.nn.Module:
         if model.pattern is not None:
             return HybridModel(
                 config, hybrid_stack_spec, VOCABULARY, SEQUENCE, hybrid_layer_pattern=model.pattern, **stage
+            )
+        if config.experimental_attention_variant is not None:
+            return GPTModel(
+                config,
+                get_transformer_block_with_experimental_attention_variant_spec(config),
+                VOCABULARY,
+                SEQUENCE,
+                **stage,
             )
         spec = get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts,

@@ -57,7 +57,7 @@ layout; the first fills, all compare, and none of them trains.
 
 def layout_text(sizes: Keys) -> str:
     """Return a layout as a row shows it."""
-    words = ["sp" if value is True else f"{key}{value}" for key, value in sizes.items() if value != 1]
+    words = ["sp" if value is True else f"{key}{value}" for key, value in sizes.items() if value is True or value > 1]
     return " ".join(words) or "dp"
 
 

@@ -19,6 +19,10 @@ STEP = 7
 AWARE = "--use-precision-aware-optimizer"
 BF16 = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 _MODERN: dict[str, Any] = {"bf16": True, "tied": False, "swiglu": True, "gqa": 4, "heads": 8, "layers": 8}
+_DELTA = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-key-head-dim 8"
+    " --linear-value-head-dim 8 --linear-num-key-heads 4 --linear-num-value-heads 8"
+)
 _MAMBA = "--mamba-num-heads 8 --mamba-head-dim 8 --mamba-state-dim 16 --mamba-num-groups 4"
 
 
@@ -57,6 +61,15 @@ RUNS = (
         True,
         "*E*-*E*-",
     ),
+    Run(
+        "HybridModel, multi-token prediction, remainders",
+        ({"tp": 2}, {"pp": 2}, {}),
+        _MODERN,
+        AWARE,
+        True,
+        "*-*-*-*-/*-",
+    ),
+    Run("GPTModel, gated delta net, remainders", ({"tp": 2}, {"pp": 2}, {}), _MODERN, f"{AWARE} {_DELTA}", True),
     Run("HybridModel, Mamba", ({}, {"tp": 2}, {"pp": 2}), _MODERN, f"{AWARE} {_MAMBA}", True, "M*M-MMM-"),
 )
 
