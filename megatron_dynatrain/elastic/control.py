@@ -86,6 +86,13 @@ class ControlPlane:
         problem: BaseException = pickle.loads(self.store.get(f"{key}/why/{settled_by}"))
         raise problem
 
+    def refuse(self, name: str, error: DynaTrainError) -> None:
+        """Settle a vote that nobody may come to any more, unless it is settled; local, without a wait.
+
+        For another thread of this process: `self` is then a control plane of its own, on a client of its own.
+        """
+        self._settle(f"vote/{name}", _NO, error)
+
     def _settle(self, key: str, verdict: str, why: DynaTrainError | None) -> None:
         value = verdict if why is None else f"{verdict}:{self.rank}"
         if why is not None:

@@ -103,6 +103,7 @@ class Plugin:
             builder=builder,
             provider=provider,
             launch=launch_target(args),
+            schedule=self.schedule,
         )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from megatron.training import get_args, get_tensorboard_writer
 
+from megatron_dynatrain.elastic.desk import Event, Order
 from megatron_dynatrain.errors import StateError, SwitchFailure
 from megatron_dynatrain.layout import ParallelLayout
 from megatron_dynatrain.mcore.follow import model_config, reset_microbatches
@@ -24,10 +25,13 @@ from megatron_dynatrain.records import (
     tensorboard_text,
 )
 from megatron_dynatrain.schedule.resolve import PlannedSwitch, Target
+from megatron_dynatrain.schedule.schema import Schedule
 from megatron_dynatrain.switch import Switcher, SwitchOptions, SwitchReport
 from megatron_dynatrain.training.arguments import DynamicOptions, model_sizes
 from megatron_dynatrain.training.builder import ModelBuilder
 from megatron_dynatrain.training.data import DataIterators, Datasets, Provider, check_provider, rebuild, stock_builder
+from megatron_dynatrain.training.front import JobFront, Progress
+from megatron_dynatrain.training.live import LiveRequests
 from megatron_dynatrain.training.thread_args import ThreadArguments
 from megatron_dynatrain.training.world_args import ArgumentChange, values_for
 from megatron_dynatrain.training.writers import follow_last_rank
@@ -55,6 +59,14 @@ class _Pending:
     began: float
 
 
+@dataclass(frozen=True)
+class Current:
+    """What the job trains under, and how often that has changed; one value, so that threads read both at once."""
+
+    target: Target
+    version: int = 0
+
+
 @dataclass
 class DynamicJob:
     """State of the plugin in one process; made at the first entry of `train()`.
@@ -67,6 +79,13 @@ class DynamicJob:
         builder: Builds another layout's chunks and optimizer.
         provider: The job's dataset provider.
         launch: The layout it was launched with.
+        schedule: The schedule, whose named layouts can be asked for; None where there is none.
+
+    Attributes:
+        ahead: What is being prepared in the background: a planned switch, or an order that all ranks have agreed on.
+        due: The switch that is to be done at this boundary.
+        completed: Completed iterations.
+        train_iters: Iterations of the whole training; Megatron's own argument is set lower for a segment.
     """
 
     options: DynamicOptions
@@ -76,8 +95,17 @@ class DynamicJob:
     builder: ModelBuilder
     provider: Provider
     launch: Target
+    schedule: Schedule | None = None
     layout: ParallelLayout = field(init=False)
+    current: Current = field(init=False)
+    completed: int = field(init=False)
+    train_iters: int = field(init=False)
     switcher: Switcher = field(init=False)
+    ahead: PlannedSwitch | Order | None = None
+    due: PlannedSwitch | None = None
+    progress: Progress = field(default_factory=Progress)
+    _order: Order | None = None
+    _live: LiveRequests = field(init=False)
     _thread_args: ThreadArguments | None = None
     _datasets: Datasets | None = None
     _new_data: DataIterators | None = None
@@ -87,6 +115,8 @@ class DynamicJob:
     def __post_init__(self) -> None:
         args = get_args()
         self.layout = self.launch.layout
+        self.current = Current(self.launch)
+        self.completed, self.train_iters = args.iteration, args.train_iters
         self.switcher = Switcher(
             layout=self.layout,
             chunks=self.model,
@@ -107,43 +137,96 @@ class DynamicJob:
             "options", (options.memory, options.verify, options.timeout_s, options.prepare_ahead, args.seed)
         )
         check_provider(self.provider, [switch.target.layout.vpp for switch in self.pending])
+        self.switcher.on_phase = self.progress.note
+        self._live = LiveRequests(
+            JobFront(self, self.schedule, model_sizes(args, args.padded_vocab_size)),
+            store=self.switcher.store,
+            ranks=self.layout.ranks,
+            rank=self.switcher.rank,
+            name=self.switcher.name,
+            directory=options.directory,
+            iteration=args.iteration,
+            timeout=options.timeout_s,
+        )
+        self._live.start()
 
     # --- when ---------------------------------------------------------------------------------------------------------
 
-    def due(self, iteration: int, args: Namespace) -> PlannedSwitch | None:
-        """Return the switch that is due at this boundary; local, the same on every rank."""
-        if self.pending and self.pending[0].trigger.due(iteration, args.consumed_train_samples):
-            return self.pending[0]
-        return None
+    def at_boundary(self, iteration: int, args: Namespace) -> bool:
+        """Return whether a switch is to be done at this boundary, or begin to prepare one; alike on every rank.
 
-    def prepare_ahead(self, iteration: int, args: Namespace) -> None:
-        """Begin to prepare the next switch in the background where its boundary is near; local, alike on every rank.
-
-        Called at every boundary, so that ranks begin at the same one without asking each other.
+        A planned switch goes before one that was asked for: what was prepared for the latter is dropped.
         """
-        if self.switcher.preparing is not None or not self.pending or self.options.prepare_ahead == 0:
+        self._boundary = time.perf_counter()  # the last step, with its logging and saving, is over
+        order = self._live.arrive(iteration)
+        self.due = self._order = None
+        if self.pending and self.pending[0].trigger.due(iteration, args.consumed_train_samples):
+            self.due = self.pending[0]
+            self._drop_asked(iteration)
+            if order is not None:
+                self._tell(order, "dropped", iteration)
+            return True
+        if order is not None:
+            self._obey(order, iteration)
+        if self.due is None:
+            self._prepare_planned(iteration, args)
+        return self.due is not None
+
+    def is_planned(self, switch: PlannedSwitch) -> bool:
+        """Return whether a switch is of the schedule, and not one that was asked for."""
+        return any(switch is planned for planned in self.pending)
+
+    def _obey(self, order: Order, iteration: int) -> None:
+        """Do what all ranks have agreed on, unless something came between that all ranks know of."""
+        ready = isinstance(self.ahead, Order) and self.ahead.attempt == order.attempt
+        if order.kind == "switch" and ready:
+            self.due, self._order = order.switch, order
+        elif order.kind == "prepare" and self.ahead is None and order.version == self.current.version:
+            self._prepare(order.switch.target, order)
+            self._tell(order, "begun", iteration)
+        else:
+            self._tell(order, "dropped", iteration)
+
+    def _drop_asked(self, iteration: int) -> None:
+        """Let go of what was prepared because somebody asked for it; it is begun again after the planned switch."""
+        if isinstance(self.ahead, Order):
+            dropped, self.ahead = self.ahead, None
+            self.switcher.cancel_preparation()
+            self._thread_args = self._datasets = None
+            self._tell(dropped, "dropped", iteration)
+
+    def _tell(self, order: Order, what: Any, iteration: int, error: str | None = None) -> None:
+        self._live.tell(Event(order.attempt, what, iteration, error))
+
+    def _prepare_planned(self, iteration: int, args: Namespace) -> None:
+        """Begin to prepare the next planned switch where its boundary is near; without asking the other ranks."""
+        if self.ahead is not None or not self.pending or self.options.prepare_ahead == 0:
             return
         planned = self.pending[0]
         boundary = planned.trigger.boundary(iteration, args.consumed_train_samples, args.global_batch_size)
         if 0 < boundary - iteration <= self.options.prepare_ahead:
-            self._thread_args = ThreadArguments(values_for(planned.target, self.switcher.rank))
-            self.switcher.prepare_ahead(planned.target.layout, inside=self._thread_args.seen())
+            self._prepare(planned.target, planned)
+
+    def _prepare(self, target: Target, what: PlannedSwitch | Order) -> None:
+        self.progress.begin()
+        self._thread_args = ThreadArguments(values_for(target, self.switcher.rank))
+        self.switcher.prepare_ahead(target.layout, inside=self._thread_args.seen())
+        self.ahead = what
 
     def end(self) -> None:
-        """Drop what was being prepared: no step follows; local, at the same boundary on every rank."""
+        """Listen no more and drop what was being prepared: no step follows; local, at one boundary on every rank."""
+        self._live.stop()
         self.switcher.cancel_preparation()
-        self._thread_args = self._datasets = None
-
-    def boundary_reached(self) -> None:
-        """Note the time: the last step under the old layout, with its logging and saving, is over."""
-        self._boundary = time.perf_counter()
+        self._thread_args = self._datasets = self.ahead = None
 
     # --- the switch ---------------------------------------------------------------------------------------------------
 
     def change_layout(self, iteration: int, context: dict[str, Any]) -> bool:
         """Do the switch that is due; collective. Returns whether the layout changed; the job goes on either way."""
-        planned = self.pending.pop(0)
-        target = planned.target
+        switch, order = self.due, self._order
+        if switch is None:
+            raise StateError("no switch is due", rank=self.switcher.rank, got=iteration)
+        target = switch.target
         args = get_args()
         change = ArgumentChange(args, values_for(target, self.switcher.rank))
         try:
@@ -151,11 +234,20 @@ class DynamicJob:
         except SwitchFailure as failure:
             change.undo()
             self._new_data = self._datasets = self._thread_args = None
-            self._keep(failure.report, planned, iteration, time.perf_counter() - self._boundary)
+            self._write(failure.report, str(switch.trigger), iteration, time.perf_counter() - self._boundary)
+            self._over(switch, failure.report, order, iteration)
             return False
         self._follow(target, args, context)
-        self._stalled = _Pending(report, str(planned.trigger), iteration, self._boundary)
+        self._stalled = _Pending(report, str(switch.trigger), iteration, self._boundary)
+        self._over(switch, report, order, iteration)
         return True
+
+    def _over(self, switch: PlannedSwitch, report: SwitchReport, order: Order | None, iteration: int) -> None:
+        """Take a switch off the list, and tell who asked for it."""
+        self.pending[:] = [planned for planned in self.pending if planned is not switch]
+        self.due = self.ahead = self._order = None
+        if order is not None:
+            self._tell(order, report.outcome, iteration, report.error)
 
     def _build(self, layout: ParallelLayout) -> tuple[list[torch.nn.Module], object]:
         """Build the target's chunks, optimizer and data sets: at the boundary, or before it in another thread."""
@@ -174,6 +266,7 @@ class DynamicJob:
         if self._new_data is None:
             raise StateError("a switch was committed without data iterators", rank=self.switcher.rank)
         self.layout = target.layout
+        self.current = Current(target, self.current.version + 1)
         if self._thread_args is not None:
             self._thread_args.become(args)
         self._thread_args = self._datasets = None
@@ -203,9 +296,6 @@ class DynamicJob:
         if self._stalled is not None:
             done, self._stalled = self._stalled, None
             self._write(done.report, done.trigger, done.iteration, time.perf_counter() - done.began)
-
-    def _keep(self, report: SwitchReport, planned: PlannedSwitch, iteration: int, stall: float) -> None:
-        self._write(report, str(planned.trigger), iteration, stall)
 
     def _write(self, report: SwitchReport, trigger: str, iteration: int, stall: float) -> None:
         record = record_of(report, trigger=trigger, iteration=iteration, stall_s=stall)

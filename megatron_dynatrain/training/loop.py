@@ -184,7 +184,7 @@ class Segments:
             end = min(end, args.train_iters)
         if end != args.train_iters:
             print_rank_0(f"[dynatrain] the training ends with iteration {end}, not {args.train_iters}")
-        args.train_iters = end
+        args.train_iters = job.train_iters = end
 
     def _reenter_same(self, config: Any, model: list[torch.nn.Module]) -> None:
         """Undo what `train()` leaves on objects that it is about to be given again (a refused or aborted switch)."""
@@ -204,16 +204,14 @@ class Segments:
         self, model: Any, optimizer: Any, scheduler: Any, iteration: int, *rest: Any
     ) -> bool:
         """End the segment where a switch is due and the job doesn't exit anyway."""
+        if self._job is not None:
+            self._job.completed = iteration
         if self._stock["checkpoint_and_decide_exit"](model, optimizer, scheduler, iteration, *rest):
             return True
         args = get_args()
         job = self._job
-        if job is not None and iteration < args.train_iters:
-            if job.due(iteration, args) is not None:
-                job.boundary_reached()
-                self._train_iters, args.train_iters = args.train_iters, iteration
-            else:
-                job.prepare_ahead(iteration, args)
+        if job is not None and iteration < args.train_iters and job.at_boundary(iteration, args):
+            self._train_iters, args.train_iters = args.train_iters, iteration
         return False
 
     def training_log(self, loss_dict: Any, total_loss_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
