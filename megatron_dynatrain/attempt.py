@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_dynatrain.elastic.council import Council
 from megatron_dynatrain.elastic.groups import WorldGroups, default_group
-from megatron_dynatrain.errors import DynaTrainError, LayoutError, StateError
+from megatron_dynatrain.errors import DynaTrainError, StateError
 from megatron_dynatrain.layout import ParallelLayout
 from megatron_dynatrain.mcore import buffers, states, teardown
 from megatron_dynatrain.mcore.build import untouched_random_streams
@@ -22,13 +22,22 @@ from megatron_dynatrain.mcore.random_streams import RandomStreams
 from megatron_dynatrain.mcore.states import LiveState
 from megatron_dynatrain.mcore.streams_switch import check_streams, streams_after
 from megatron_dynatrain.mcore.thread_world import thread_world
+from megatron_dynatrain.membership import check_ranks, members_of
 from megatron_dynatrain.memory import MemoryNeed, choose_mode
 from megatron_dynatrain.routing.windows import RankPlan, plan_rank
 from megatron_dynatrain.switch_types import SwitchReport, World
 from megatron_dynatrain.transport.base import Deadline
 from megatron_dynatrain.transport.execute import run_plan
 from megatron_dynatrain.transport.torch_p2p import TorchTransport, agree_on_pairs
-from megatron_dynatrain.verify import DigestTable, check_casts, check_replicas, check_scalars
+from megatron_dynatrain.verify import (
+    DigestTable,
+    check_casts,
+    check_replicas,
+    check_same_bits,
+    check_scalars,
+    dense_and_experts,
+)
+from megatron_dynatrain.vps.flat_buffer import BufferPolicy
 from megatron_dynatrain.vps.placement import Placement
 from megatron_dynatrain.vps.tensor import ModelDescription, StateKind
 
@@ -38,6 +47,9 @@ if TYPE_CHECKING:
 
 class Attempt:
     """Everything of one attempted switch on this rank, in the order in which it comes to be.
+
+    Made on every rank of the source or the target. A rank that joins has a source without state, one that leaves a
+    target without state: nothing is built, sent to or read from what isn't there, and all else is the same.
 
     `begin`, then `build_ahead` in any thread while training goes on, then `take_over` at the boundary and the rest.
     Every method but `begin`, `world` and `abort` is collective and raises a DynaTrainError on every rank if any fails.
@@ -63,7 +75,9 @@ class Attempt:
         self.rank = job.rank
         self.council = self._council(apart=apart)
         self._groups: WorldGroups = job.groups("world", layout.ranks, apart=apart)
-        union = sorted({*job.world.layout.ranks, *layout.ranks})
+        self._stays = self.rank in layout.ranks
+        self._members_change = set(layout.ranks) != set(job.world.layout.ranks)
+        union = members_of(job.world.layout, layout)
         self._transfer_groups: WorldGroups = job.groups("transfer", union, apart=apart)
         self._streams: RandomStreams | None = None
         self._parallel_state: ParallelState | None = None
@@ -77,7 +91,7 @@ class Attempt:
         self.moved = False
 
     def _council(self, *, apart: bool = False) -> Council:
-        council = self._job.council(apart=apart)
+        council = self._job.council(self._layout, apart=apart)
         council.on_failure = self._leave
         return council
 
@@ -102,11 +116,12 @@ class Attempt:
         with council.phase("prepare", "fit"):
             if self._refused is not None:
                 raise self._refused
-            _check_ranks(job.world.layout, self._layout)
+            check_ranks(job.processes, self._layout)
             job.model_fits(self._layout)
             self.description = job.description_at(self._layout)
             self._real_only = self.description.padded_rows != job.description.padded_rows
-            self._before = self._place(job.description, job.world.layout, self._source)
+            self._policy = self._shared_policy("policy", self._source)
+            self._before = self._place(job.description, job.world.layout, self._policy)
         council.same("target layout", self._layout, phase="prepare")
         with council.phase("prepare", "memory"):
             steps = council.gather("steps", self._steps)
@@ -124,7 +139,8 @@ class Attempt:
         with council.phase("prepare", "plan"):
             if not self._skip:
                 self._target.create_moments()
-            self._after = self._place(self.description, self._layout, self._target)
+            policy = self._shared_policy("target policy", self._target)
+            self._after = self._place(self.description, self._layout, policy)
             self._target.check(self._after, moments=not self._skip)
             self._plan = self._route(self._before, self._after)
         with council.phase("prepare", "pairs"):
@@ -149,9 +165,10 @@ class Attempt:
             self._target.realize()
             rows = job.vocabulary.size if job.vocabulary is not None else None
             # As in _build: a model's sharded_state_dict asks the live parallel state where its layers stand.
-            with self._live_target():
-                check_described(self.description, self._chunks, self._layout, real_rows=rows)
-                job.at_boundary(self._layout)
+            if self._stays:
+                with self._live_target():
+                    check_described(self.description, self._chunks, self._layout, real_rows=rows)
+                    job.at_boundary(self._layout)
             self._add_totals()
 
     def _step_of_the_job(self) -> Step | None:
@@ -173,7 +190,7 @@ class Attempt:
 
     def _choose_memory(self) -> None:
         options = self._job.options
-        after = self._place(self.description, self._layout, self._source)
+        after = self._place(self.description, self._layout, self._policy)
         itemsize = states.gradient_itemsize(self._source.chunks)
         staging = options.budget.bytes
         need = MemoryNeed.of(self._before, after, self.rank, staging=staging, gradient_itemsize=itemsize)
@@ -181,16 +198,21 @@ class Attempt:
 
     def _make_groups(self) -> None:
         """Make the groups of the target and of the transfer."""
-        self._parallel_state = ParallelState.build(self._layout, self._groups)
-        device = next(self._job.world.chunks[0].parameters()).device
-        groups = self._transfer_groups
-        self._transport = TorchTransport(groups.group(), rank=self.rank, ranks=groups.ranks, device=device)
+        groups, layout = self._transfer_groups, self._layout
+        self._transport = TorchTransport(groups.group(), rank=self.rank, ranks=groups.ranks, device=self._job.device)
         self._host_group = groups.group(backend="gloo")  # small numbers of the host; on gloo the same group
-        replicas = self._layout.group_of(self.rank, "dp-cp"), self._layout.group_of(self.rank, "dp", expert=True)
+        if not self._stays:
+            return
+        self._parallel_state = ParallelState.build(layout, self._groups)
+        self._groups.group()  # the target's default group
+        replicas = layout.group_of(self.rank, "dp-cp"), layout.group_of(self.rank, "dp", expert=True)
         self._replica_groups = [groups.group(ranks, backend="gloo") for ranks in replicas]
 
     def _build(self) -> None:
         """Build the target's chunks and optimizer, all without storage."""
+        if not self._stays:
+            self._target = LiveState([], None, rank=self.rank)
+            return
         with self._apart_target() if self._apart else self._live_target():
             self._chunks, self._optimizer = self._job.build(self._layout)
             # Here, as a model's sharded_state_dict asks the live parallel state where its layers stand.
@@ -210,26 +232,31 @@ class Attempt:
         with thread_world(self._parallel_state, self._groups.group(backend="gloo")):
             yield
 
-    def _place(self, description: ModelDescription, layout: ParallelLayout, live: LiveState) -> Placement:
-        return Placement(description, layout, live.buffer_policy(), real_only=self._real_only)
+    def _place(self, description: ModelDescription, layout: ParallelLayout, policy: BufferPolicy) -> Placement:
+        outside = set(self._transfer_groups.ranks) - set(layout.ranks)
+        return Placement(description, layout, policy, real_only=self._real_only, outside=outside)
+
+    def _shared_policy(self, name: str, live: LiveState) -> BufferPolicy:
+        """Return the buffer policy of a world, also on a rank outside of it; collective where members change."""
+        policy = live.buffer_policy()
+        if self._members_change:
+            offered = self.council.gather(name, policy)
+            policy = next(offer for _, offer in sorted(offered.items()) if offer is not None)
+        if policy is None:
+            raise StateError("a rank of the layout has no model", rank=self.rank, phase="prepare")
+        return policy
 
     def _route(self, before: Placement, after: Placement) -> RankPlan:
         return plan_rank(before, after, self.rank, budget=self._job.options.budget, skip_states=self._skip)
 
     def _add_totals(self) -> None:
-        plan, report = self._plan, self.report
+        plan = self._plan
         held = _nbytes(self._memory(self._source)), _nbytes(self._memory(self._target))
         row = (plan.sent_bytes, plan.received_bytes, plan.local_bytes, plan.minimum_received_bytes)
         peak = held[0] + held[1] + plan.staging_bytes
         step_peak = held[0] + states.gradient_bytes(self._source.chunks)
-        rows = list(self.council.gather("totals", (*row, peak, step_peak)).values())
-        report.moved_bytes, _, report.local_bytes, report.minimum_bytes, _, _ = (
-            sum(c) for c in zip(*rows, strict=True)
-        )
-        report.max_send_bytes, report.max_recv_bytes, _, _, report.peak_bytes, report.peak_step_bytes = (
-            max(column) for column in zip(*rows, strict=True)
-        )
-        report.windows = len(plan.windows)
+        rows = self.council.gather("totals", (*row, peak, step_peak))
+        self.report.add_totals(list(rows.values()), windows=len(plan.windows))
 
     # --- transfer, verify ---------------------------------------------------------------------------------------------
 
@@ -271,7 +298,7 @@ class Attempt:
                 self._layout,
                 self.rank,
                 own=self._streams,
-                gather=lambda name, value: self.council.gather(name, value, phase="verify"),
+                gather=self._gather,
                 seed=job.options.seed,
                 number=job.committed + 1,
             )
@@ -289,21 +316,14 @@ class Attempt:
         with self.council.phase("verify", "compare"):
             if job.options.verify != "off":
                 before.compare(after, self._host_group)
-                for tensors, group in zip(self._dense_and_experts(), self._replica_groups, strict=True):
+                for tensors, group in zip(
+                    dense_and_experts(self.description), self._replica_groups, strict=self._stays
+                ):
                     check_replicas(after, tensors, group, rank=self.rank)
-                check_streams(
-                    self._layout,
-                    self.rank,
-                    streams,
-                    gather=lambda name, value: self.council.gather(name, value, phase="verify"),
-                )
+                check_streams(self._layout, self.rank, streams, gather=self._gather)
 
-    def _dense_and_experts(self) -> tuple[set[str], set[str]]:
-        """Return the keys of the dense logical tensors and those of the experts, which have replicas of their own."""
-        keys: tuple[set[str], set[str]] = set(), set()
-        for spec in self.description.parameters:
-            keys[spec.expert is not None].update(segment.key for segment in spec.segments)
-        return keys
+    def _gather(self, name: str, value: object) -> Mapping[int, Any]:
+        return self.council.gather(name, value, phase="verify")
 
     def _compare_every_bit(self) -> None:
         """Send the target's state back to where it came from, into scratch memory, and compare it with the source."""
@@ -311,22 +331,14 @@ class Attempt:
         scratch = {name: torch.empty_like(flat) for name, flat in memory.items()}
         plan = self._route(self._after, self._before)
         run_plan(plan, self._memory(self._target), scratch, self._transport, deadline=self._deadline())
-        for piece in self._before.pieces(self.rank):
-            if piece.state in self._skip:
-                continue
-            sent, back = (of[piece.slab][piece.offset :][: piece.box.numel] for of in (memory, scratch))
-            if not torch.equal(sent.view(torch.uint8), back.view(torch.uint8)):
-                raise StateError(
-                    "state came back from the target with other bits",
-                    rank=self.rank,
-                    phase="verify",
-                    subject=piece.slab,
-                )
+        check_same_bits(self._before, memory, scratch, self.rank, skip=self._skip)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def world(self) -> World:
         """Return the finished target; local."""
+        if not self._stays:
+            return World(self._layout, [], None, ParallelState.of_no_world())
         if self._parallel_state is None:
             raise StateError("a world was asked for before it was built", rank=self.rank)
         return World(self._layout, self._chunks, self._optimizer, self._parallel_state)
@@ -373,17 +385,6 @@ class Attempt:
 
     def _deadline(self) -> Deadline:
         return Deadline(self._job.options.timeout)
-
-
-def _check_ranks(source: ParallelLayout, target: ParallelLayout) -> None:
-    if set(source.ranks) != set(target.ranks):
-        raise LayoutError(
-            "a switch can't change which ranks take part yet",
-            phase="prepare",
-            subject="ranks",
-            expected=f"ranks {sorted(source.ranks)}, in any order",
-            got=f"ranks {sorted(target.ranks)}: {target.describe()}",
-        )
 
 
 def _nbytes(memory: dict[str, torch.Tensor]) -> int:

@@ -5,16 +5,19 @@ Works on Megatron chunks and optimizers alone; `megatron.training` is not needed
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_dynatrain.attempt import Attempt
+from megatron_dynatrain.elastic.calls import Call, Calls
 from megatron_dynatrain.elastic.control import ControlPlane
 from megatron_dynatrain.elastic.council import Council
 from megatron_dynatrain.elastic.groups import WorldGroups, make_default
@@ -23,6 +26,7 @@ from megatron_dynatrain.errors import (
     PlacementError,
     StateError,
     SwitchAborted,
+    SwitchFailure,
     SwitchRefused,
     TransferError,
     UnsupportedError,
@@ -32,6 +36,7 @@ from megatron_dynatrain.mcore import states, teardown
 from megatron_dynatrain.mcore.describe import describe_local, facts_of, merge, with_state_dtypes
 from megatron_dynatrain.mcore.parallel_state import ParallelState
 from megatron_dynatrain.mcore.states import LiveState
+from megatron_dynatrain.membership import members_of
 from megatron_dynatrain.preparation import Preparation
 from megatron_dynatrain.switch_types import BuildTarget, SwitchOptions, SwitchReport, Vocabulary, World
 from megatron_dynatrain.vps.placement import Placement
@@ -90,6 +95,7 @@ class Switcher:
         self.backend = str(dist.get_backend())
         self._launch_group, self._launch_order = dist.group.WORLD, tuple(range(dist.get_world_size()))
         self.world = World(layout, list(chunks), optimizer, ParallelState.capture())
+        self.device = next((parameter.device for chunk in chunks for parameter in chunk.parameters()), None)
         self.committed = 0
         self.on_phase: Callable[[str], None] = _nothing
         self.build = build
@@ -99,9 +105,10 @@ class Switcher:
         self._attempts = 0
         self._ahead: Preparation | None = None
         self._given_up: Preparation | None = None
-        self._apart_store: dist.Store = self.store
-        self._apart_control: ControlPlane | None = None
-        self._control = ControlPlane(self.store, ranks=layout.ranks, rank=self.rank, tag=f"{name}/control")
+        # A wait on a store's client blocks its other users, so the background thread has a client of its own.
+        self._apart_store: dist.Store = self.store.clone()
+        self._controls: dict[tuple[bool, tuple[int, ...]], ControlPlane] = {}
+        self._calls = Calls(self.store, tag=f"{name}/calls", rank=self.rank)
         self._description: ModelDescription | None = None
         self.refusal: DynaTrainError | None = None
         try:
@@ -163,6 +170,7 @@ class Switcher:
         if self._ahead is not None:
             raise StateError("a layout is being prepared already", rank=self.rank, got=self._ahead.layout.describe())
         self._attempts += 1
+        self._call_others("prepare", layout, apart=True)
         report = SwitchReport(self.world.layout, layout, verify=self.options.verify)
         self._ahead = Preparation(Attempt(self, layout, report, apart=True), layout, report, inside, self._given_up)
         self._given_up = None
@@ -176,6 +184,7 @@ class Switcher:
         """Drop what `prepare_ahead` has begun, if anything; called by every rank at the same iteration boundary."""
         preparation, self._ahead = self._ahead, None
         if preparation is not None:
+            self._call_others("cancel", preparation.layout, apart=True)
             preparation.cancel(self.options.timeout)
             self._keep_if_running(preparation)
 
@@ -190,8 +199,10 @@ class Switcher:
             self.cancel_preparation()
         preparation, self._ahead = self._ahead, None
         if preparation is not None:
+            self._call_others("switch", layout, apart=True)
             return preparation.attempt, preparation
         self._attempts += 1
+        self._call_others("switch", layout, apart=False)
         report = SwitchReport(self.world.layout, layout, verify=self.options.verify)
         return Attempt(self, layout, report), None
 
@@ -209,7 +220,7 @@ class Switcher:
         try:
             with _timed(report, "prepare_s"):
                 if preparation is not None:
-                    with self.council().phase("prepare", "ahead"):
+                    with self.council(layout).phase("prepare", "ahead"):
                         preparation.join(self.options.timeout)
                 else:
                     attempt.begin()
@@ -236,8 +247,9 @@ class Switcher:
         """Make the target current and let go of the old world; local, every rank has agreed to it."""
         before, self.world = self.world, attempt.world()
         self.world.parallel_state.swap_in()
-        same_as_launch = self.world.layout.ranks == self._launch_order
-        make_default(self._launch_group if same_as_launch else attempt.world_group())
+        # A rank that leaves goes back to the group of the launch, which all processes keep.
+        of_launch = self.parked or self.world.layout.ranks == self._launch_order
+        make_default(self._launch_group if of_launch else attempt.world_group())
         self.committed += 1
         self._description = attempt.description
         attempt.close()
@@ -250,18 +262,86 @@ class Switcher:
         teardown.collect()
         states.restore_gradients(self.world.chunks)
 
+    # --- ranks outside of the world -----------------------------------------------------------------------------------
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """Global ranks of all processes of the job, those outside of the current world too."""
+        return self._launch_order
+
+    @property
+    def parked(self) -> bool:
+        """Whether this process is outside of the current world: it holds no state and can only `join_next`."""
+        return self.rank not in self.world.layout.ranks
+
+    def join_next(self, seconds: float | None = None) -> SwitchReport | None:
+        """Wait until this parked process is in the world again; it sleeps while it waits.
+
+        The ranks of the world call it by a `switch` to a layout that it is in. A switch that fails leaves it parked,
+        and it waits on.
+
+        Args:
+            seconds: Longest wait; None waits until the job ends.
+
+        Returns:
+            The report of the switch by which it joined; None where the time is up or the job has ended.
+        """
+        end = None if seconds is None else time.monotonic() + seconds
+        while True:
+            call = self._calls.next(None if end is None else max(0.0, end - time.monotonic()))
+            if call is None or call.stage == "end":
+                self.cancel_preparation()
+                return None
+            if call.stage == "cancel":
+                self.cancel_preparation()
+                continue
+            if self._ahead is None:
+                self._learn(call)
+                if call.apart:
+                    self.prepare_ahead(call.target)
+            if call.stage == "switch":
+                try:
+                    return self.switch(call.target)
+                except SwitchFailure as failure:
+                    logger.error("rank %d stays outside: %s", self.rank, failure)
+
+    def dismiss(self) -> None:
+        """Tell every parked process that the job has ended; called by all ranks of the world, the first one tells."""
+        if self.rank == self.world.layout.ranks[0]:
+            outside = [rank for rank in self.processes if rank not in self.world.layout.ranks]
+            self._calls.send(outside, Call("end"))
+
+    def _learn(self, call: Call) -> None:
+        """Take over what happened while this process was outside; local."""
+        self._attempts = call.attempt - 1
+        self.committed = call.committed
+        self._description = call.description
+        self.world = World(call.source, [], None, self.world.parallel_state)
+
+    def _call_others(self, stage: Literal["prepare", "switch", "cancel"], layout: ParallelLayout, apart: bool) -> None:
+        """Call the processes that a layout takes in; the first rank of the current world does it."""
+        if self.rank != self.world.layout.ranks[0]:
+            return
+        outside = [rank for rank in layout.ranks if rank in self.processes and rank not in self.world.layout.ranks]
+        call = Call(stage, self._attempts, apart, self.committed, self.world.layout, layout, self._description)
+        self._calls.send(outside, call)
+
     # --- all ranks together -------------------------------------------------------------------------------------------
 
-    def council(self, *, apart: bool = False) -> Council:
+    def council(self, target: ParallelLayout | None = None, *, apart: bool = False) -> Council:
         """Return what the ranks of the current attempt decide with: in the training thread, or in one beside it."""
-        if apart and self._apart_control is None:
-            # A wait on a store's client blocks its other users, so the background thread has a client of its own.
-            self._apart_store = self.store.clone()
-            self._apart_control = ControlPlane(
-                self._apart_store, ranks=self.world.layout.ranks, rank=self.rank, tag=f"{self.name}/apart"
+        members = members_of(self.world.layout, target or self.world.layout)
+        if (apart, members) not in self._controls:
+            kind = "apart" if apart else "control"
+            digest = hashlib.sha1(repr(members).encode()).hexdigest()[:12]  # of thousands of ranks, perhaps
+            self._controls[apart, members] = ControlPlane(
+                self._apart_store if apart else self.store,
+                ranks=members,
+                rank=self.rank,
+                tag=f"{self.name}/{kind}/{digest}",
             )
         return Council(
-            self._apart_control if apart and self._apart_control is not None else self._control,
+            self._controls[apart, members],
             prefix=str(self._attempts),
             seconds=self.options.timeout,
             on_phase=lambda name: self.on_phase(name),
@@ -284,7 +364,7 @@ class Switcher:
             tag=f"{self.name}/{self._attempts}/{kind}",
             backend=self.backend,
             timeout=self.options.timeout,
-            numbering=self.world.layout.ranks,
+            numbering=self._launch_order if self.parked else self.world.layout.ranks,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -93,3 +93,11 @@ class SwitchReport:
     peak_step_bytes: int = 0
     memory_mode: str = "safe"
     verify: str = "digest"
+
+    def add_totals(self, rows: Sequence[tuple[int, ...]], *, windows: int) -> None:
+        """Fill in the bytes from what each rank has: (sent, received, local, least, peak, peak of a step); pure."""
+        sent, received, local, least, peak, step = zip(*rows, strict=True)
+        self.moved_bytes, self.local_bytes, self.minimum_bytes = sum(sent), sum(local), sum(least)
+        self.max_send_bytes, self.max_recv_bytes = max(sent), max(received)
+        self.peak_bytes, self.peak_step_bytes = max(peak), max(step)
+        self.windows = windows

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_dynatrain.errors import VerificationError
+from megatron_dynatrain.errors import StateError, VerificationError
 from megatron_dynatrain.mcore.optimizers import SharedValues
 from megatron_dynatrain.mcore.states import LiveState
 from megatron_dynatrain.vps.digest import digest_box, digest_key
 from megatron_dynatrain.vps.placement import WHOLE, Piece, Placement
-from megatron_dynatrain.vps.tensor import ITEMSIZE, StateKind
+from megatron_dynatrain.vps.tensor import ITEMSIZE, ModelDescription, StateKind
 
 Key = tuple[str, StateKind]
 _SHOWN = 4
@@ -224,4 +224,35 @@ def check_scalars(before: LiveState, after: LiveState, shared: SharedValues, *, 
                 subject=key,
                 expected=expected.get(key),
                 got=got[key],
+            )
+
+
+def dense_and_experts(description: ModelDescription) -> tuple[set[str], set[str]]:
+    """Return the keys of the dense logical tensors and those of the experts, which have replicas of their own; pure."""
+    keys: tuple[set[str], set[str]] = set(), set()
+    for spec in description.parameters:
+        keys[spec.expert is not None].update(segment.key for segment in spec.segments)
+    return keys
+
+
+def check_same_bits(
+    placement: Placement,
+    sent: Mapping[str, torch.Tensor],
+    back: Mapping[str, torch.Tensor],
+    rank: int,
+    *,
+    skip: Collection[StateKind] = (),
+) -> None:
+    """Check that what a rank sent came back from the target as it was; local.
+
+    Raises:
+        StateError: Names the first local memory with other bits.
+    """
+    for piece in placement.pieces(rank):
+        if piece.state in skip:
+            continue
+        ours, theirs = (of[piece.slab][piece.offset :][: piece.box.numel] for of in (sent, back))
+        if not torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)):
+            raise StateError(
+                "state came back from the target with other bits", rank=rank, phase="verify", subject=piece.slab
             )

@@ -92,7 +92,7 @@ class WorldGroups:
             group, _ = distributed_c10d._new_process_group_helper(
                 len(members),
                 members.index(self.rank),
-                [self._numbering.index(member) for member in members],
+                self._numbers(members),
                 backend,
                 PrefixStore(f"{self.tag}/", self.store),
                 group_name=name,
@@ -114,6 +114,16 @@ class WorldGroups:
         own_numbering = {rank: index for index, rank in enumerate(self.ranks)}
         distributed_c10d._world.pg_group_ranks[group] = {own_numbering[m]: index for index, m in enumerate(members)}
         return group
+
+    def _numbers(self, members: tuple[int, ...]) -> list[int]:
+        """Return the members by their rank in the default group, which torch asks for to see that this one belongs.
+
+        Where some are not in it (they are about to join), only this rank's own number means anything.
+        """
+        if set(members) <= set(self._numbering):
+            return [self._numbering.index(member) for member in members]
+        own, others = self._numbering.index(self.rank), len(self._numbering)
+        return [own if member == self.rank else others + index for index, member in enumerate(members)]
 
     def __len__(self) -> int:
         """Number of distinct groups that this rank is a member of."""

@@ -49,6 +49,12 @@ class ParallelState:
         return cls({name: vars(live)[name] for name in _global_names(live)})
 
     @classmethod
+    def of_no_world(cls) -> ParallelState:
+        """Return the state as it is before anything was initialised: that of a rank which takes no part; local."""
+        module = _private_copy()
+        return cls({name: vars(module)[name] for name in _global_names(live)})
+
+    @classmethod
     def build(cls, layout: ParallelLayout, groups: WorldGroups, **options: object) -> ParallelState:
         """Build the state of another layout without touching the live one; collective over the layout's ranks.
 
@@ -60,11 +66,7 @@ class ParallelState:
             groups: Maker of the process groups.
             options: Further keywords of `initialize_model_parallel`, e.g. `create_gloo_process_groups`.
         """
-        spec = importlib.util.spec_from_file_location("megatron.core._parallel_state_of_a_world", live.__file__)
-        if spec is None or spec.loader is None:
-            raise ImportError(f"no loader for {live.__file__}")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        module = _private_copy()
         vars(module)["torch"] = _TorchOfWorld(groups)
         module.initialize_model_parallel(**_sizes(layout), **options)
         state = cls({}, groups, module)
@@ -124,6 +126,16 @@ class ParallelState:
         self.values.clear()
         self.shadow = None
         return destroyed
+
+
+def _private_copy() -> types.ModuleType:
+    """Return a fresh, uninitialised copy of Megatron's module that nobody else knows of."""
+    spec = importlib.util.spec_from_file_location("megatron.core._parallel_state_of_a_world", live.__file__)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"no loader for {live.__file__}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _flatten(value: object) -> Iterator[object]:

@@ -34,7 +34,9 @@ def distributed_optimizers(optimizer: object) -> list[DistributedOptimizer]:
     Raises:
         UnsupportedError: Another kind of optimizer, by name.
     """
-    found = []
+    found: list[DistributedOptimizer] = []
+    if optimizer is None:  # a rank outside of the layout
+        return found
     for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
         if not isinstance(inner, DistributedOptimizer):
             raise UnsupportedError(
@@ -64,8 +66,8 @@ class LiveState:
     """All state of one world on this rank: named parameters, owned runs and the memory by slab name.
 
     Args:
-        chunks: Model chunks, wrapped in Megatron's DDP.
-        optimizer: Megatron's (chained) distributed optimizer.
+        chunks: Model chunks, wrapped in Megatron's DDP; none on a rank outside of the layout.
+        optimizer: Megatron's (chained) distributed optimizer; None on a rank outside of the layout.
         rank: Global rank, for messages.
     """
 
@@ -83,8 +85,10 @@ class LiveState:
         self.named: list[NamedTensor] = named_tensors(chunks)
         self.runs = owned_runs(optimizer)
 
-    def buffer_policy(self) -> BufferPolicy:
-        """Return the buffer policy that the real DDP chunks were built with."""
+    def buffer_policy(self) -> BufferPolicy | None:
+        """Return the buffer policy that the real DDP chunks were built with; None on a rank outside of the layout."""
+        if not self.chunks:
+            return None
         config = self.chunks[0].ddp_config
         return BufferPolicy(
             bucket_size=config.bucket_size, pad_for_high_nccl_busbw=config.pad_buckets_for_high_nccl_busbw

@@ -22,7 +22,7 @@ def streams_after(
     seed: int,
     number: int,
 ) -> RandomStreams:
-    """Return the streams that a rank has after a switch; collective.
+    """Return the streams that a rank has after a switch; collective. One that leaves keeps its own.
 
     Args:
         source: Layout before.
@@ -33,11 +33,14 @@ def streams_after(
         seed: The job's seed.
         number: Number of this switch, from 1.
     """
+    stays = rank in target.ranks
     if sizes_of(source) != sizes_of(target):
-        return derive(target, rank, seed=seed, switch_number=number)
+        return own if not stays else derive(target, rank, seed=seed, switch_number=number)
     owner: Coordinate | None = coordinate_of(source, rank) if rank in source.ranks else None
-    wanted = coordinate_of(target, rank)
     offered = gather("streams", (owner, own))
+    if not stays:
+        return own
+    wanted = coordinate_of(target, rank)
     return next(streams for _, (owner, streams) in sorted(offered.items()) if owner == wanted)
 
 
@@ -50,7 +53,8 @@ def check_streams(target: ParallelLayout, rank: int, expected: RandomStreams, *,
     live = RandomStreams.capture().digests()
     wanted = expected.digests()
     # Before the first check: a rank that fails must not let the others wait for its part.
-    everyone = gather("stream digests", (coordinate_of(target, rank), live))
+    stays = rank in target.ranks
+    everyone = gather("stream digests", (coordinate_of(target, rank) if stays else None, live))
     for name in sorted(wanted.keys() | live.keys()):
         if live.get(name) != wanted.get(name):
             raise StateError(
@@ -63,6 +67,8 @@ def check_streams(target: ParallelLayout, rank: int, expected: RandomStreams, *,
             )
     first: dict[Coordinate, tuple[int, dict[str, str]]] = {}
     for other, (coordinate, digests) in sorted(everyone.items()):
+        if coordinate is None:
+            continue
         known_rank, known = first.setdefault(coordinate, (other, digests))
         for name, digest in digests.items():
             if known.get(name) != digest:

@@ -26,7 +26,9 @@ _PARAMETER_ATTRIBUTES = ("main_grad", "main_param", "grad_added_to_main_grad")
 
 
 def release_optimizer(optimizer: object) -> None:
-    """Empty a Megatron (chained) distributed optimizer; local, the optimizer is unusable afterwards."""
+    """Empty a Megatron (chained) distributed optimizer, if there is one; local, it is unusable afterwards."""
+    if optimizer is None:
+        return
     for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
         for name in _SHARD_LISTS:
             groups = getattr(inner, name, None)

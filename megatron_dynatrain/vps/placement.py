@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from megatron_dynatrain.layout import ParallelLayout
@@ -99,6 +99,7 @@ class Placement:
         policy: How Megatron lays parameters out in buffers.
         real_only: Whether pieces leave out padding rows of the vocabulary, because another layout has more or less of
             them. Slabs and buffers have them anyway.
+        outside: Ranks outside of the layout that may be asked for: they join or leave in a switch, and hold nothing.
 
     Raises:
         LayoutError: The model doesn't fit the layout; some misfits show only when a rank is asked for.
@@ -111,11 +112,13 @@ class Placement:
         policy: BufferPolicy | None = None,
         *,
         real_only: bool = False,
+        outside: Collection[int] = (),
     ) -> None:
         self.description = description
         self.layout = layout
         self.policy = policy or BufferPolicy()
         self.real_only = real_only
+        self._outside = frozenset(outside)
         self._homes = Homes(description, layout)
         self._buffers: dict[tuple[int, int], tuple[FlatBuffer, ...]] = {}
         self._parts: dict[_PartKey, _Part] = {}
@@ -144,6 +147,8 @@ class Placement:
 
     def buffers(self, rank: int) -> tuple[FlatBuffer, ...]:
         """Return the DDP buffers of a rank."""
+        if rank in self._outside:
+            return ()
         return self._stage_buffers(self.layout.coordinate(rank)["pp"], self.layout.coordinate(rank, expert=True)["ep"])
 
     def holders(self, tensor: str) -> tuple[int, ...]:
@@ -168,6 +173,8 @@ class Placement:
         return self._holders[pp, ep]
 
     def _parts_of(self, rank: int) -> Iterator[_Part]:
+        if rank in self._outside:
+            return
         if rank not in self._keys:
             self._keys[rank] = self._part_keys(rank)
         for key in self._keys[rank]:

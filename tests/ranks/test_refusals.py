@@ -99,7 +99,7 @@ def different_steps(switcher: Switcher) -> Iterator[None]:
 _REFUSED: dict[Act, tuple[str, ...]] = {
     functools.partial(ask_for, pp=2): ("3 layers", "pp 2"),
     functools.partial(ask_for, tp=2): ("num_attention_heads", "tp 2", "got: 3"),
-    functools.partial(ask_for, world=4): ("subject: ranks", "[0, 1]", "[0, 1, 2, 3]"),
+    functools.partial(ask_for, world=4): ("subject: ranks", "[0, 1]", "ranks [2, 3] of dp4"),
     batch_of_two: ("global_batch_size", "dp 2", "got: 2"),
     functools.partial(options, memory_limit=1000): ("doesn't fit in memory", "1000 bytes", "rank"),
     unlisted_buffer: ("running_mean_of_something", "rank 1"),
