@@ -12,30 +12,21 @@ import pytest
 
 from tests.ranks.context import RankContext
 from tests.ranks.pool import RankPool
-from tests.states.switched import BF16, FP16, FP32, assert_trains_on, small_args
+from tests.states.switched import BF16, FP16, assert_trains_on, small_args
+from tests.states.two_devices import two_devices
 
 if TYPE_CHECKING:
     from tests.ranks.pretrain import PretrainRun
 
 FLAGS = "--use-precision-aware-optimizer --optimizer-cpu-offload --optimizer-offload-fraction 0.4"
 OVERLAP = "--overlap-cpu-optimizer-d2h-h2d"
-WITHIN = {"fp32": FP32, "fp16": FP16, "bf16": BF16}
+WITHIN = {"fp16": FP16, "bf16": BF16}
 
 
-def two_devices(run: PretrainRun | None = None) -> None:
-    """Let tensors say that they are on a GPU, except those that came from pinned memory."""
-    import torch
-
-    class Host(torch.Tensor):
-        """A tensor in pinned memory, and what is computed from it."""
-
-        is_cuda = False
-
-    tensor: Any = torch.Tensor
-    tensor.is_cuda = True
-    tensor.pin_memory = lambda self, *_: self.as_subclass(Host)
-    if run is not None:
-        run.before_step.append(_count_parts(run.record.extra))
+def on_two_devices(run: PretrainRun) -> None:
+    """Let the run tell host and device apart, and count what is on the host."""
+    two_devices()
+    run.before_step.append(_count_parts(run.record.extra))
 
 
 def _count_parts(extra: dict[str, Any]) -> Any:
@@ -52,7 +43,7 @@ def test_states_on_the_host_move_and_train_on(ranks: RankPool, dtype: str) -> No
     half = dtype == "bf16"
     flags = f"{FLAGS} {OVERLAP if half else '--fp16 --initial-loss-scale 64 --accumulate-allreduce-grads-in-fp32'}"
     argv = small_args(flags, bf16=half, swiglu=half, tied=not half)
-    run = assert_trains_on(ranks, argv, {"tp": 2}, {"pp": 2}, within=WITHIN[dtype], hooks=(two_devices,))
+    run = assert_trains_on(ranks, argv, {"tp": 2}, {"pp": 2}, within=WITHIN[dtype], hooks=(on_two_devices,))
     assert {state for _, state in run.ranks[0].extra["after"].bits} == {"param", "main", "exp_avg", "exp_avg_sq"}
     for record in run.ranks:
         on_host = record.extra["on host"]

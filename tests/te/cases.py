@@ -79,8 +79,13 @@ class Model:
 
 MODELS: dict[str, Model] = {
     "gpt": Model("GPTModel: RMSNorm, SwiGLU, grouped queries, rotary positions", _GPT),
+    "gpt-wide": Model(
+        "the same with wide MLPs: a rank owns a part of one matrix, and nothing of a parameter group",
+        {**_GPT, "num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 256},
+    ),
     "gpt-tied": Model("GPTModel: tied, LayerNorm, GELU, biases, qk-norm, learned positions", _OLD, tied=True),
     "gpt-fp32": Model("GPTModel in fp32", _GPT, dtype="float32"),
+    "gpt-fp16": Model("GPTModel in fp16, with a loss scale", _GPT, dtype="float16"),
     "gpt-mla": Model("GPTModel with multi-latent attention", {**_GPT, **_MLA}, mla=True),
     "gpt-mtp": Model("GPTModel with a multi-token-prediction layer", {**_GPT, "mtp_num_layers": 1}),
     "gpt-moe": Model("GPTModel: grouped experts, a shared expert, router expert bias", {**_GPT, **_EXPERTS}),
@@ -105,6 +110,12 @@ MODELS: dict[str, Model] = {
 }
 
 _AWARE: dict[str, Any] = {"use_precision_aware_optimizer": True}
+_OFFLOADED: dict[str, Any] = {
+    **_AWARE,
+    "store_param_remainders": False,
+    "optimizer_cpu_offload": True,
+    "optimizer_offload_fraction": 0.5,
+}
 OPTIMIZERS: dict[str, tuple[str, Keys]] = {
     "plain": ("FusedAdam; Megatron keeps fp32 main parameters", {}),
     "aware": ("precision-aware, fp32 main parameters in FusedAdam", {**_AWARE, "store_param_remainders": False}),
@@ -121,6 +132,11 @@ OPTIMIZERS: dict[str, tuple[str, Keys]] = {
     "aware-bf16": (
         "precision-aware, fp32 main parameters, bf16 first moment",
         {**_AWARE, "store_param_remainders": False, "exp_avg_dtype": "bfloat16"},
+    ),
+    "offloaded": ("half of the shards in torch's AdamW on the host, the others in FusedAdam", _OFFLOADED),
+    "offloaded-overlap": (
+        "the same with an optimizer for each shard on the host",
+        {**_OFFLOADED, "overlap_cpu_optimizer_d2h_h2d": True},
     ),
 }
 
@@ -146,12 +162,16 @@ CASES: tuple[Case, ...] = (
     *(Case("gpt", kind, 2, {}, {"tp": 2}, started=False) for kind in ("plain", "remainders", "aware")),
     Case("gpt", "remainders", 4, {"pp": 4}, {"tp": 2, "cp": 2, "sequence_parallel": True}),
     Case("gpt", "remainders-bf16", 8, {"tp": 2, "pp": 2}, {"tp": 4, "sequence_parallel": True}),
+    Case("gpt-wide", "remainders", 8, {"tp": 2, "pp": 2}, {}),
+    Case("gpt-wide", "plain", 8, {}, {"tp": 2, "pp": 2}),
     Case("gpt-tied", "plain", 2, {"tp": 2}, {"pp": 2}),
     Case("gpt-tied", "remainders", 2, {"pp": 2}, {}),
     Case("gpt-tied", "remainders-bf16", 4, {}, {"tp": 2, "pp": 2}),
     Case("gpt-fp32", "plain", 2, {"tp": 2}, {"pp": 2}),
     Case("gpt-fp32", "aware", 2, {}, {"tp": 2}),
     Case("gpt-fp32", "remainders", 2, {"pp": 2}, {"tp": 2}),
+    Case("gpt-fp16", "plain", 2, {"tp": 2}, {"pp": 2}),
+    Case("gpt-fp16", "remainders", 2, {}, {"tp": 2}),
     Case("gpt-mla", "plain", 2, {"tp": 2}, {"pp": 2}),
     Case("gpt-mla", "remainders", 2, {}, {"tp": 2}),
     Case("gpt-mtp", "plain", 2, {"tp": 2}, {"pp": 2}),

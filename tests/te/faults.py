@@ -84,6 +84,11 @@ def copy_left_out(chunks: Any, optimizer: Any) -> None:
     _owned(optimizer, chunks, "linear_proj.weight")[0]["master_param"].zero_()
 
 
+def main_on_host_lost(chunks: Any, optimizer: Any) -> None:
+    hybrid = optimizer.chained_optimizers[0].optimizer
+    next(iter(hybrid.gpu_params_map_cpu_copy.values())).data.zero_()
+
+
 def step_lost(chunks: Any, optimizer: Any) -> None:
     _owned(optimizer, chunks, "linear_proj.weight")[1]["step"] = 0
 
@@ -125,6 +130,7 @@ def faults() -> Iterator[Fault]:
     yield Fault("remainders not written", _case("gpt", "remainders", tp), remainders_left_out, "master_param")
     yield Fault("main parameter rounded to bf16", _case("gpt", "aware", tp), main_rounded, "master_param")
     yield Fault("copy of fp32 parameters not made", _case("gpt-fp32", "aware", tp), copy_left_out, "master_param")
+    yield Fault("main parameter on the host lost", _case("gpt", "offloaded", tp), main_on_host_lost, "master_param")
     yield Fault("step lost", _case("gpt", "remainders", tp), step_lost, "step")
     yield Fault(
         "z and x of in_proj swapped", _case("hybrid-mamba", "plain", tp), packed_parts_swapped, "in_proj.weight param"

@@ -25,6 +25,7 @@ from megatron_dynatrain.layout import ParallelLayout
 from megatron_dynatrain.switch import SwitchOptions
 from tests.cases.job import CaseJob
 from tests.ranks.context import RankContext
+from tests.states.two_devices import two_devices
 from tests.te.cases import MODELS, OPTIMIZERS, Case, Keys, Model
 from tests.te.warm import a_gpu
 from tests.te.witness import fill, wrong_states
@@ -60,6 +61,8 @@ class TeJob(CaseJob):
 
     def __init__(self, context: RankContext, case: Case, *, verify: Any = "digest") -> None:
         model = MODELS[case.model]
+        if OPTIMIZERS[case.optimizer][1].get("optimizer_cpu_offload"):
+            two_devices()
         self._sequence_parallel = False
         super().__init__(
             context,
@@ -190,7 +193,8 @@ def cast_of_main(case: Case) -> bool:
         return False
     if not case.started and settings.get("use_precision_aware_optimizer"):
         return False  # no main parameters before the first step
-    return not (settings.get("use_precision_aware_optimizer") and settings["store_param_remainders"])
+    remainders = settings.get("use_precision_aware_optimizer") and settings["store_param_remainders"]
+    return not remainders or MODELS[case.model].dtype != "bfloat16"
 
 
 def start(optimizer: Any) -> None:
@@ -202,13 +206,40 @@ def start(optimizer: Any) -> None:
 
 
 def make_states(optimizer: Any) -> None:
-    """Make the states that FusedAdam makes in its first step, with another step count."""
+    """Make the states that the inner optimizers make in their first step, with another step count."""
     for inner in inner_optimizers(optimizer):
-        for group in inner.optimizer.param_groups:
-            group["step"] = STEP
-            for shard in group["params"]:
-                remainders = inner.optimizer.store_param_remainders and shard.dtype == torch.bfloat16
-                inner.optimizer.initialize_state(shard, remainders)
+        for part in parts_of(inner):
+            for group in part.param_groups:
+                if is_fused(part):
+                    group["step"] = STEP
+                for shard in group["params"]:
+                    _make_state(part, shard)
+        if is_hybrid(inner.optimizer):
+            inner.optimizer._sync_sub_optimizers_state_to_hdo()
+
+
+def _make_state(part: Any, shard: torch.Tensor) -> None:
+    if is_fused(part):
+        part.initialize_state(shard, part.store_param_remainders and shard.dtype == torch.bfloat16)
+        return
+    moments = {name: torch.zeros_like(shard) for name in ("exp_avg", "exp_avg_sq")}
+    part.state[shard] = {"step": torch.tensor(float(STEP)), **moments}
+
+
+def parts_of(inner: Any) -> list[Any]:
+    """Return the optimizers that step the shards of one of Megatron's distributed optimizers."""
+    return inner.optimizer.sub_optimizers if is_hybrid(inner.optimizer) else [inner.optimizer]
+
+
+def is_hybrid(optimizer: Any) -> bool:
+    """Return whether an optimizer is Megatron's HybridDeviceOptimizer."""
+    return type(optimizer).__name__ == "HybridDeviceOptimizer"
+
+
+def is_fused(optimizer: Any) -> bool:
+    """Return whether an optimizer is Transformer Engine's FusedAdam."""
+    kind = type(optimizer)
+    return f"{kind.__module__}.{kind.__name__}" == "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"
 
 
 def inner_optimizers(optimizer: Any) -> Iterator[Any]:
@@ -226,6 +257,7 @@ def state_kinds(optimizer: Any) -> list[str]:
             for inner in inner_optimizers(optimizer)
             for state in inner.optimizer.state.values()
             for name, value in state.items()
+            if name != "step"
         }
     )
 
@@ -234,10 +266,8 @@ def notes_on(optimizer: Any, case: Case) -> list[str]:
     """Return what is not as it must be of step, learning rate, accessors and the optimizer's own state dict."""
     notes = []
     for inner in inner_optimizers(optimizer):
-        kind = type(inner.optimizer)
-        if f"{kind.__module__}.{kind.__name__}" != "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam":
-            notes.append(f"the inner optimizer is {kind}")
-        steps = {group.get("step") for group in inner.optimizer.param_groups}
+        notes += _notes_on_parts(inner)
+        steps = steps_of(inner)
         if steps != ({STEP} if case.started else {None}):
             notes.append(f"step {steps}")
             continue
@@ -247,6 +277,25 @@ def notes_on(optimizer: Any, case: Case) -> list[str]:
             notes.append("step in the state dict")
         for parameter in inner.model_param_group_index_map if case.started else ():
             notes += _accessor_notes(inner, parameter)
+    return notes
+
+
+def steps_of(inner: Any) -> set[Any]:
+    """Return the step counts of FusedAdam's groups and of torch's states."""
+    fused = [group.get("step") for part in parts_of(inner) if is_fused(part) for group in part.param_groups]
+    others = [int(s["step"]) for part in parts_of(inner) if not is_fused(part) for s in part.state.values()]
+    return {*fused, *others}
+
+
+def _notes_on_parts(inner: Any) -> list[str]:
+    """Check the kinds of the optimizers that step, and that each sees the states that the one around them has."""
+    hybrid, parts = inner.optimizer, parts_of(inner)
+    wanted = ({True, False},) if is_hybrid(hybrid) else ({True},)
+    notes = [] if {is_fused(part) for part in parts} in wanted else [f"kinds of optimizers: {parts}"]
+    if is_hybrid(hybrid):
+        seen = {id(state) for part in parts for state in part.state.values()}
+        if seen != {id(state) for state in hybrid.state.values()} or not seen:
+            notes.append("the optimizers on host and device have other states than the one around them")
     return notes
 
 

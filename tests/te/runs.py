@@ -113,7 +113,7 @@ def on_te(run_: PretrainRun, *, run: Run) -> None:
             job.make_states(optimizer)
             witness.fill(model, optimizer, cast=cast)
         wrong = witness.wrong_states(model, optimizer, cast=cast)
-        steps = {g.get("step") for inner in job.inner_optimizers(optimizer) for g in inner.optimizer.param_groups}
+        steps = set().union(*map(job.steps_of, job.inner_optimizers(optimizer)))
         compared_.append([*wrong, *([f"step {steps}"] if steps != {STEP} else [])])
         scheduler.step(increment=get_args().global_batch_size)
         return {}, 0, False, False, 0, None, None, 0

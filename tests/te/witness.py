@@ -59,6 +59,8 @@ def _optimizer_states(name: str, tensor: torch.Tensor, where: Regions, owner: An
     if shard.data_ptr() != tensor.data_ptr() + run.start * tensor.element_size():
         stored["master_param"] = shard  # Megatron keeps it, and the optimizer calls it the parameter
     for state, memory in stored.items():
+        if state == "step":
+            continue  # torch's Adam has one here
         if state != "master_param":
             whole = _any_bits(where, state, memory.dtype)
         elif memory.dtype == torch.int16:
