@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megatron_dynatrain.cli_live import REFUSED, Json, request, status
 from megatron_dynatrain.errors import DynaTrainError
 from megatron_dynatrain.layout import ParallelLayout
 from megatron_dynatrain.recipes import CheckedPhase, check_recipe
@@ -26,9 +27,6 @@ from megatron_dynatrain.schedule.resolve import PlannedSwitch, Target
 from megatron_dynatrain.schedule.schema import build_schedule
 from megatron_dynatrain.schedule.source import read_source
 
-REFUSED = 1
-"""Exit code of a command that was understood and refused, or failed."""
-
 app = typer.Typer(
     name="dynatrain",
     help="Change the parallel layout of a running Megatron pretraining job.",
@@ -37,7 +35,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+app.command()(request)
+app.command()(status)
 
 
 @app.callback()
