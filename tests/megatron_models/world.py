@@ -74,7 +74,8 @@ class World:
         with built.live():
             live = LiveState(built.chunks, built.optimizer, rank=rank)
             assert live.buffer_policy() == self._policy
-            live.create_moments(_STEP)
+            live.create_moments()
+            live.set_step(_STEP)
             if predicted is not None:
                 live.check(predicted, moments=True)
             live.realize()
