@@ -34,11 +34,8 @@ format: bootstrap  ## Let ruff mend what it can
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-bench: bootstrap  ## Run benchmarks/bench_*.py one after the other
-	@for file in benchmarks/bench_*.py; do \
-	  [ -e "$$file" ] || { echo "no benchmarks/bench_*.py yet"; exit 0; }; \
-	  echo "== $$file"; $(PY) "$$file" || exit 1; \
-	done
+bench: bootstrap  ## Measure on this machine: preparation in the background (ends with one JSON line)
+	@$(PY) -m benchmarks.elastic
 
 soak: bootstrap  ## Run the long tests (many switches in one set of processes)
 	$(PY) -m pytest tests -m soak -rs $(PYTEST_ARGS)

@@ -245,13 +245,14 @@ class Switcher:
 
     def _commit(self, attempt: Attempt) -> None:
         """Make the target current and let go of the old world; local, every rank has agreed to it."""
-        before, self.world = self.world, attempt.world()
-        self.world.parallel_state.swap_in()
-        # A rank that leaves goes back to the group of the launch, which all processes keep.
-        of_launch = self.parked or self.world.layout.ranks == self._launch_order
-        make_default(self._launch_group if of_launch else attempt.world_group())
-        self.committed += 1
-        self._description = attempt.description
+        with _timed(attempt.report, "swap_s"):
+            before, self.world = self.world, attempt.world()
+            self.world.parallel_state.swap_in()
+            # A rank that leaves goes back to the group of the launch, which all processes keep.
+            of_launch = self.parked or self.world.layout.ranks == self._launch_order
+            make_default(self._launch_group if of_launch else attempt.world_group())
+            self.committed += 1
+            self._description = attempt.description
         attempt.close()
         teardown.release_optimizer(before.optimizer)
         teardown.release_model(before.chunks)

@@ -70,7 +70,8 @@ class World:
 class SwitchReport:
     """What one switch did, in bytes and seconds; equal on every rank but for the times.
 
-    `ahead_s` is the preparation beside training, `prepare_s` the part of it for which training stood.
+    `ahead_s` is the preparation beside training, `prepare_s` the part of it for which training stood;
+    `swap_s` is the part of `commit_s` in which the new world becomes the current one, the rest lets go of the old one.
     """
 
     source: ParallelLayout
@@ -82,6 +83,7 @@ class SwitchReport:
     prepare_s: float = 0.0
     transfer_s: float = 0.0
     verify_s: float = 0.0
+    swap_s: float = 0.0
     commit_s: float = 0.0
     moved_bytes: int = 0
     minimum_bytes: int = 0
