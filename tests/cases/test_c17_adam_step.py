@@ -61,7 +61,7 @@ def _restart(job: Any) -> None:
             item.state["step"].zero_()
 
 
-def _job(context: RankContext, beta2: float, **options: Any) -> Any:
+def _job(context: RankContext, beta2: float, *, steps: int = 5, **options: Any) -> Any:
     import torch
 
     from megatron_dynatrain.layout import ParallelLayout
@@ -79,7 +79,7 @@ def _job(context: RankContext, beta2: float, **options: Any) -> Any:
     )
     with torch.no_grad():
         job.parameters()["weight"].fill_(0.5)
-    for _ in range(5):
+    for _ in range(steps):
         job.step(1.0)
     return job
 
@@ -173,3 +173,36 @@ def test_c17_a_missing_state_is_an_error_that_names_it(
         assert (cause, subject) == ("StateError", f"weight: {state}")
         assert untouched
         assert everywhere or "[rank 1, phase prepare]" in text
+
+
+def _sixth_update_on_another_world(context: RankContext, place: str, beta2: float) -> dict[str, Any]:
+    """Five steps of two ranks while the third is parked, then all three: the case as it stands, dp2 -> dp3."""
+    import torch
+
+    from megatron_dynatrain.layout import ParallelLayout
+
+    if place == "group":
+        _count_in_groups()
+    job = _job(context, beta2, steps=0)
+    two, three = ParallelLayout.for_world([0, 1]), ParallelLayout.for_world(3)
+    job.switch(two)
+    if job.switcher.parked:
+        job.switcher.join_next(60)
+    else:
+        for _ in range(5):
+            job.step(1.0)
+        job.switch(three)
+    (step,) = map(float, _steps(job))
+    weight = job.parameters()["weight"].detach().to(torch.float64)
+    job.step(1.0)
+    updates = (weight - job.parameters()["weight"].detach().to(torch.float64)) / LR
+    return {"step": step, "updates": updates.flatten().tolist()}
+
+
+@pytest.mark.parametrize("place", ["state", "group"])
+@pytest.mark.parametrize("beta2", [0.95, 0.999])
+def test_c17_the_sixth_update_on_a_world_that_grew(ranks: RankPool, place: str, beta2: float) -> None:
+    found = ranks.run(3, _sixth_update_on_another_world, place, beta2)
+    assert [record["step"] for record in found] == [5.0] * 3
+    updates = [update for record in found for update in record["updates"]]
+    assert updates == pytest.approx([1.000] * len(updates), abs=5e-4)

@@ -167,3 +167,47 @@ def test_c21b_another_dp_keeps_the_streams(ranks: RankPool) -> None:
     for record in found:
         assert record["switched"] == record["unswitched"]
     assert len(set(_by(found, TRACKED))) == 2
+
+
+def _grow(context: RankContext) -> dict[str, Any]:
+    """The case as it stands: tp2 ep2 dp2 on four of eight ranks, then tp2 ep2 dp4 on all of them."""
+    import torch
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    from tests.cases.job import CaseJob
+    from tests.cases.models import EXPERT_SHAPE, moe
+
+    grown = ParallelLayout(tp=2, ep=2, dp=4, sequence_parallel=True)
+    start = ParallelLayout(tp=2, ep=2, dp=2, sequence_parallel=True)
+    shape = {**EXPERT_SHAPE, "num_layers": 1, "sequence_parallel": True}
+    job = CaseJob(context, grown, moe(), shape=shape)
+    job.switch(start)
+
+    def draw_experts(count: int) -> list[float]:
+        with get_cuda_rng_tracker().fork(EXPERTS):
+            return torch.rand(count).tolist()
+
+    def begin() -> None:
+        _seed()
+        _draw(5)
+        draw_experts(5 + 3 * start.coordinate(context.rank, expert=True)["ep"])
+
+    found: dict[str, Any] = {"unswitched": None}
+    if job.switcher.parked:
+        torch.manual_seed(99)  # what a parked process draws is of no account
+        job.switcher.join_next(60)
+    else:
+        begin()
+        found["unswitched"] = {**_draw(1), EXPERTS: draw_experts(1)}
+        begin()
+        job.switch(grown)
+    dense, expert = grown.coordinate(context.rank), grown.coordinate(context.rank, expert=True)
+    return {**found, "switched": {**_draw(1), EXPERTS: draw_experts(1)}, "owner": (dense["tp"], expert["ep"])}
+
+
+def test_c21a_ranks_that_join_take_the_streams_of_their_twins(ranks: RankPool) -> None:
+    found = ranks.run(8, _grow, timeout=120)
+    reference = {record["owner"]: record["unswitched"] for record in found[:4]}
+    assert len(reference) == 4
+    for rank, record in enumerate(found):
+        assert record["switched"] == reference[record["owner"]], rank

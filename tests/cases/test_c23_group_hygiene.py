@@ -105,3 +105,34 @@ def test_c23_five_cycles_of_three_layouts(ranks: RankPool) -> None:
         assert len(order) > 10
         for token in ("tp", "dp", "pp", "tp-pp"):
             assert set(layout.groups(token)) <= set(order), (layout, token)
+
+
+def _shrink_and_grow(context: RankContext) -> dict[str, Any]:
+    from tests.cases.job import CaseJob
+    from tests.cases.models import T_SHAPE, gpt
+
+    heads = {"num_attention_heads": 3, "num_query_groups": 3}
+    shape = {**T_SHAPE, "num_layers": 2, "hidden_size": 12, "ffn_hidden_size": 12, **heads}
+    four, three = ParallelLayout.for_world(4), ParallelLayout.for_world([0, 1, 3], tp=3)
+    job = CaseJob(context, four, gpt(24), shape=shape)
+    found: dict[str, Any] = {"sums": [], "left": []}
+    for _ in range(CYCLES):
+        job.switch(three)
+        if job.switcher.parked:
+            job.switcher.join_next(60)
+        else:
+            found["sums"].append((three, _sums(context.rank)))
+            job.switch(four)
+        found["sums"].append((four, _sums(context.rank)))
+        found["left"].append(_left())
+    return found
+
+
+def test_c23_worlds_that_shrink_and_grow(ranks: RankPool) -> None:
+    """World 4 -> 3 -> 4, one from the middle leaves: sums of the members' ranks, and nothing is left behind."""
+    for rank, found in enumerate(ranks.run(4, _shrink_and_grow, timeout=120)):
+        for layout, sums in found["sums"]:
+            for token, (ids, bits) in sums.items():
+                members = layout.group_of(rank, token)
+                assert (ids, bits) == (sum(members), sum(2**member for member in members)), (layout, rank, token)
+        assert found["left"][1:] == [found["left"][1]] * (CYCLES - 1), found["left"]
