@@ -216,7 +216,8 @@ class Spool:
         """
         _replace(self._reply(reply.id), reply.model_dump_json())
         if reply.stage in FINAL:
-            self._claimed(reply.id).unlink(missing_ok=True)
+            for path in (self._request(reply.id), self._claimed(reply.id)):
+                path.unlink(missing_ok=True)
             self._forget_old()
 
     def left_over(self) -> list[str]:

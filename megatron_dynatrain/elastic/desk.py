@@ -44,13 +44,13 @@ class Order:
     """What every rank does at a boundary that all have agreed on.
 
     Args:
-        kind: Begin to prepare the switch, or do it.
+        kind: Begin to prepare the switch, or do it, or drop what is prepared.
         attempt: Counts the preparations; an order to switch is void where its own is not there any more.
         switch: The switch.
         version: Changes of the layout so far; an order to prepare is void where there was another one since.
     """
 
-    kind: Literal["prepare", "switch"]
+    kind: Literal["prepare", "switch", "drop"]
     attempt: int
     switch: Asked
     version: int
@@ -112,7 +112,7 @@ class RequestDesk:
 
     Attributes:
         events: Where the training thread puts what it did.
-        trouble: Why no requests are served, where an error ended the thread.
+        trouble: What goes wrong with the spool, such as a full disk.
     """
 
     def __init__(self, spool: Spool, job: Job, agreement: BoundaryAgreement) -> None:
@@ -122,6 +122,7 @@ class RequestDesk:
         self._attempts = 0
         self._waiting: deque[_Waiting] = deque()
         self._stop = threading.Event()
+        self._begun: Order | None = None
         self._unreadable: set[str] = set()
         self._looked = 0.0
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -142,7 +143,6 @@ class RequestDesk:
 
     def run(self) -> None:
         """Serve until `stop`; then refuse what is left."""
-        why = "the training ended before the switch"
         try:
             while not self._stop.is_set():
                 self._look()
@@ -153,14 +153,12 @@ class RequestDesk:
                     self._stop.wait(_POLL_S)
         except _Over:
             pass
-        except Exception as error:  # the job trains on without live requests
-            logger.exception("requests to this job are not served any more")
-            self.trouble = why = f"requests are not served any more: {type(error).__name__}: {error}"
-        finally:
-            for waiting in self._waiting:
-                self._answer(waiting, "refused", error=why)
-            self._waiting.clear()
-            for name in self._spool.arrivals():
+        why = "the training ended before the switch"
+        for waiting in self._waiting:
+            self._answer(waiting, "refused", error=why)
+        self._waiting.clear()
+        with self._troubles():
+            for name in self._spool.left_over():
                 self._refuse(name, why)
 
     # --- what arrives -------------------------------------------------------------------------------------------------
@@ -170,33 +168,36 @@ class RequestDesk:
         if time.monotonic() - self._looked < _POLL_S:
             return
         self._looked = time.monotonic()
-        for name in self._spool.arrivals():
-            if name in self._unreadable:
-                continue
-            try:
-                request = self._spool.claim(name)
-                asked = self._job.read(name, request)
-                before = self._before()
-                if before is None:
-                    self._job.check(asked)
-            except FileNotFoundError:  # withdrawn meanwhile
-                continue
-            except (DynaTrainError, OSError) as error:
-                self._refuse(name, str(error))
-                if isinstance(error, OSError):  # it may lie there for ever
-                    self._unreadable.add(name)
-                continue
-            logger.info("request %s by %s: %s", name, request.by or "somebody", request.to)
-            waiting = _Waiting(name, asked, Reply(id=name, stage="accepted"))
-            self._answer(waiting, "accepted", detail=None if before is None else f"waits for {before}")
-            self._waiting.append(waiting)
+        with self._troubles():
+            for name in self._spool.arrivals():
+                if name not in self._unreadable:
+                    self._take_in(name)
+
+    def _take_in(self, name: str) -> None:
+        try:
+            request = self._spool.claim(name)
+            asked = self._job.read(name, request)
+            before = self._before()
+            if before is None:
+                self._job.check(asked)
+        except FileNotFoundError:  # withdrawn meanwhile
+            return
+        except Exception as error:  # whatever it is, somebody waits for an answer
+            self._refuse(name, _words(error))
+            if isinstance(error, OSError):  # it may lie there for ever
+                self._unreadable.add(name)
+            return
+        logger.info("request %s by %s: %s", name, request.by or "somebody", request.to)
+        waiting = _Waiting(name, asked, Reply(id=name, stage="accepted"))
+        self._answer(waiting, "accepted", detail=None if before is None else f"waits for {before}")
+        self._waiting.append(waiting)
 
     def _before(self) -> str | None:
         return f"request {self._waiting[-1].name}" if self._waiting else self._job.in_the_way()
 
     def _refuse(self, name: str, why: str) -> None:
         logger.info("request %s is refused: %s", name, why)
-        with _logged(name):
+        with self._troubles():
             self._spool.answer(Reply(id=name, stage="refused", error=why))
 
     def _answer(self, waiting: _Waiting, stage: Stage, **fields: object) -> None:
@@ -206,7 +207,7 @@ class RequestDesk:
         if reply == waiting.reply and stage != "accepted":
             return
         waiting.reply = reply
-        with _logged(waiting.name):
+        with self._troubles():
             self._spool.answer(reply)
 
     # --- one request --------------------------------------------------------------------------------------------------
@@ -219,8 +220,20 @@ class RequestDesk:
                 order = self._prepared(waiting)
                 if order is not None:
                     self._switched(waiting, order)
-        except DynaTrainError as error:
-            self._answer(waiting, "refused", error=str(error))
+        except _Over:
+            raise
+        except Exception as error:
+            self._answer(waiting, "refused", error=_words(error))
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Let all ranks drop what they prepare for a request that is answered; else they keep it for the next one."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            try:
+                self._propose(Order("drop", begun.attempt, begun.switch, begun.version))
+            except DynaTrainError as error:
+                logger.warning("what was prepared for a request is kept until the next one: %s", error)
 
     def _wait_for_way(self, waiting: _Waiting) -> None:
         while (reason := self._job.in_the_way()) is not None:
@@ -237,6 +250,7 @@ class RequestDesk:
         self._answer(waiting, "accepted", to=to, detail=f"its preparation begins after iteration {boundary}")
         if self._event(order).what != "begun":
             return None
+        self._begun = order
         while self._event_or_none(order) is None:
             progress = self._job.preparing()
             self._answer(waiting, "preparing", preparing=progress)
@@ -250,6 +264,7 @@ class RequestDesk:
         boundary = self._propose(order)
         self._answer(waiting, "switching", detail=f"after iteration {boundary}")
         event = self._event(order)
+        self._begun = None
         if event.what in FINAL:
             self._answer(waiting, event.what, error=event.error, iteration=event.iteration)
 
@@ -285,11 +300,20 @@ class RequestDesk:
         if self._stop.is_set():
             raise _Over
 
+    @contextmanager
+    def _troubles(self) -> Iterator[None]:
+        """Note what the file system has against the spool: the job must not end for it."""
+        try:
+            yield
+        except OSError as error:
+            if self.trouble is None:
+                logger.error("requests can't be read or answered: %s", error)
+            self.trouble = str(error)
 
-@contextmanager
-def _logged(name: str) -> Iterator[None]:
-    """Log an answer that can't be written: the job must not end for it."""
-    try:
-        yield
-    except OSError as error:
-        logger.error("the answer to request %s can't be written: %s", name, error)
+
+def _words(error: Exception) -> str:
+    """Return an error for who asked; one that nobody foresaw is a fault of the plugin."""
+    if isinstance(error, DynaTrainError | OSError):
+        return str(error)
+    logger.error("a request came to nothing", exc_info=error)
+    return f"{type(error).__name__}: {error}; hint: see the log of the first rank; this is a fault of the plugin"

@@ -179,16 +179,21 @@ class DynamicJob:
     def _obey(self, order: Order, iteration: int) -> None:
         """Do what all ranks have agreed on, unless something came between that all ranks know of."""
         ready = isinstance(self.ahead, Order) and self.ahead.attempt == order.attempt
-        if order.kind == "switch" and ready:
+        if order.kind == "prepare":
+            self._drop_asked(iteration)  # of a request that was given up
+            if self.ahead is None and order.version == self.current.version:
+                self._prepare(order.switch.target, order)
+                self._tell(order, "begun", iteration)
+                return
+        elif order.kind == "switch" and ready:
             self.due, self._order = order.switch, order
-        elif order.kind == "prepare" and self.ahead is None and order.version == self.current.version:
-            self._prepare(order.switch.target, order)
-            self._tell(order, "begun", iteration)
-        else:
-            self._tell(order, "dropped", iteration)
+            return
+        elif ready:
+            self._drop_asked(iteration)
+        self._tell(order, "dropped", iteration)
 
     def _drop_asked(self, iteration: int) -> None:
-        """Let go of what was prepared because somebody asked for it; it is begun again after the planned switch."""
+        """Let go of what is being prepared because somebody asked for it, if anything is; who asked is told."""
         if isinstance(self.ahead, Order):
             dropped, self.ahead = self.ahead, None
             self.switcher.cancel_preparation()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_dynatrain.records import SwitchRecord, read_records
-from megatron_dynatrain.requests import LayoutRequest, Reply, Spool
+from megatron_dynatrain.requests import FINAL, LayoutRequest, Reply, Spool
 from tests.ranks.dynamic import all_steps
 from tests.ranks.hooks import dynamic
 from tests.ranks.pool import RankPool
@@ -49,8 +49,8 @@ class AskedRun:
     names: Sequence[str] = field(default_factory=list)
 
 
-def ask_at(run: PretrainRun, *, asks: Sequence[Ask], directory: str) -> None:
-    """Ask on rank 0; every rank waits with it, as the steps of the others need it."""
+def ask_at(run: PretrainRun, *, asks: Sequence[Ask], directory: str, hold_from: int) -> None:
+    """Ask on rank 0, and hold its steps (with them those of all ranks) as far as a request needs time and no steps."""
     spool = Spool(directory)
     names = run.record.extra.setdefault("names", [])
     if run.context.rank != 0:
@@ -65,13 +65,23 @@ def ask_at(run: PretrainRun, *, asks: Sequence[Ask], directory: str) -> None:
                 name = spool.submit(LayoutRequest(to=ask.to if isinstance(ask.to, str) else dict(ask.to)))
                 names.append(name)
                 wait_for(lambda name=name, ask=ask: (reply := spool.reply(name)) and reply.stage in ask.until)
+        for name in names:
+            keep_pace(spool, name, hold=done >= hold_from)
 
     run.before_step.append(before_step)
 
 
-def slow_steps(run: PretrainRun, *, seconds: float) -> None:
-    """Give each step a length at which the threads beside it get somewhere."""
-    run.before_step.append(lambda *_: time.sleep(seconds))
+def keep_pace(spool: Spool, name: str, *, hold: bool) -> None:
+    """Wait while a request is prepared, which needs no steps; step slowly while it needs boundaries to be agreed on."""
+
+    def stage() -> str:
+        reply = spool.reply(name)
+        return "none" if reply is None else reply.stage
+
+    if hold:
+        wait_for(lambda: stage() != "preparing")
+    if stage() not in FINAL:
+        time.sleep(0.03)
 
 
 def wait_for(ready: Callable[[], Any]) -> None:
@@ -90,14 +100,19 @@ def run_asked(
     asks: Sequence[Ask],
     *,
     flags: Sequence[str] = (),
-    directory: Path | None = None,
+    hold_from: int = 0,
     hooks: Sequence[Callable[..., None]] = (),
+    timeout: float = 30,
     limit: float = 120,
 ) -> AskedRun:
-    """Run `pretrain()` with the plugin, without a schedule unless `flags` name one, and ask on the way."""
-    directory = directory or ranks.scratch("asked")
-    given = f"--dynamic-parallelism --dynamic-parallelism-timeout 30 --dynamic-parallelism-dir {directory}".split()
-    hook = functools.partial(ask_at, asks=tuple(asks), directory=str(directory))
+    """Run `pretrain()` with the plugin, without a schedule unless `flags` name one, and ask on the way.
+
+    Steps wait for what is prepared, from iteration `hold_from` on.
+    """
+    directory = ranks.scratch("asked")
+    given = ["--dynamic-parallelism", "--dynamic-parallelism-dir", str(directory)]
+    given += ["--dynamic-parallelism-timeout", str(timeout)]
+    hook = functools.partial(ask_at, asks=tuple(asks), directory=str(directory), hold_from=hold_from)
     records = ranks.pretrain(world, [*argv, *given, *flags], hooks=(dynamic, hook, *hooks), timeout=limit)
     names = records[0].extra["names"]
     spool = Spool(directory)
