@@ -19,6 +19,7 @@ from megatron_dynatrain.cli_live import REFUSED, Json, request, status
 from megatron_dynatrain.errors import DynaTrainError
 from megatron_dynatrain.layout import ParallelLayout
 from megatron_dynatrain.recipes import CheckedPhase, check_recipe
+from megatron_dynatrain.schedule.batches import FLAG, BatchSchedule, parse_batches
 from megatron_dynatrain.schedule.check import ModelSizes, check_schedule, pinned_padded_vocab_size
 from megatron_dynatrain.schedule.clock import Clock, walk
 from megatron_dynatrain.schedule.problems import ScheduleProblemsError
@@ -52,6 +53,7 @@ def check(
     hidden_size: Annotated[int | None, typer.Option(min=1, help="Width of the model.")] = None,
     num_attention_heads: Annotated[int | None, typer.Option(min=1, help="Attention heads.")] = None,
     global_batch_size: Annotated[int | None, typer.Option(min=1, help="Samples per iteration at launch.")] = None,
+    step_batch_size_schedule: Annotated[str | None, typer.Option(help="As Megatron's flag, instead.")] = None,
     micro_batch_size: Annotated[int, typer.Option(min=1, help="Samples per micro-batch at launch.")] = 1,
     num_query_groups: Annotated[int | None, typer.Option(min=1, help="Key/value heads, with grouped queries.")] = None,
     ffn_hidden_size: Annotated[int | None, typer.Option(min=1, help="Width of the MLP; 4 x hidden.")] = None,
@@ -89,8 +91,13 @@ def check(
         "num_layers": num_layers,
         "hidden_size": hidden_size,
         "num_attention_heads": num_attention_heads,
-        "global_batch_size": global_batch_size,
     }
+    if step_batch_size_schedule is None:
+        needed["global_batch_size"] = global_batch_size
+    elif global_batch_size is not None:
+        raise typer.BadParameter(f"give either --global-batch-size or {FLAG}")
+    elif seq_length is None:
+        raise typer.BadParameter(f"{FLAG} counts in tokens: give --seq-length")
     sizes = {
         "num_query_groups": num_query_groups,
         "ffn_hidden_size": ffn_hidden_size,
@@ -108,15 +115,21 @@ def check(
             _show_recipe(file, check_recipe(build_recipe(source)), as_json)
             return
         world, known = _all_given(world_size=world_size, **needed)
-        launch = _launch(world, axes, micro_batch_size, known["global_batch_size"], sequence_parallel)
+        launch = _launch(world, axes, micro_batch_size, known.get("global_batch_size"), sequence_parallel)
         model = ModelSizes(**known, **sizes, tied_embeddings=not untie)
-        planned = check_schedule(build_schedule(source, partly=True), model, launch, world, *times)
+        batches = _batches(known.get("global_batch_size"), step_batch_size_schedule, seq_length)
+        planned = check_schedule(build_schedule(source, partly=True), model, launch, world, *times, batches=batches)
     padded = _padded(vocab_size, make_vocab_size_divisible_by, launch, planned)
-    _show_schedule(file, launch, planned, start_iteration, padded, as_json)
+    start = Clock(iteration=start_iteration, samples=batches.samples_after(0, start_iteration), batches=batches)
+    _show_schedule(file, launch, planned, start, padded, as_json)
+
+
+def _batches(size: int | None, steps: str | None, seq_length: int | None) -> BatchSchedule:
+    return parse_batches(steps, seq_length) if steps is not None else BatchSchedule.constant(size or 1)
 
 
 def _launch(
-    world_size: int, axes: Mapping[str, int | None], micro_batch: int, global_batch: int, sequence_parallel: bool
+    world_size: int, axes: Mapping[str, int | None], micro_batch: int, global_batch: int | None, sequence_parallel: bool
 ) -> Target:
     """Return what a job is launched on; an axis that isn't given follows its default."""
     given = {name: size for name, size in axes.items() if size is not None}
@@ -135,12 +148,10 @@ def _show_schedule(
     file: Path,
     launch: Target,
     planned: Sequence[PlannedSwitch],
-    start_iteration: int,
+    start: Clock,
     padded: int | None,
     as_json: bool,
 ) -> None:
-    batch = launch.global_batch_size or 0
-    start = Clock(iteration=start_iteration, samples=start_iteration * batch, global_batch_size=batch)
     rows = _rows(launch, planned, start)
     if as_json:
         typer.echo(json.dumps({"ok": True, "padded_vocab_size": padded, "layouts": rows, "problems": []}, indent=2))
@@ -182,19 +193,19 @@ def _refusals(file: Path, as_json: bool) -> Iterator[None]:
 
 def _rows(launch: Target, planned: Sequence[PlannedSwitch], start: Clock | None) -> list[dict[str, Any]]:
     """Return launch and switches as JSON values; without a start nobody knows the iteration of an `at_samples`."""
-    rows = [{"iteration": None, "trigger": "launch", **_sizes(launch)}]
+    rows = [{"iteration": None, "trigger": "launch", **_sizes(launch, start)}]
     clocks = [None] * len(planned) if start is None else walk(start, planned)
     for switch, clock in zip(planned, clocks, strict=True):
         iteration = switch.trigger.value if switch.trigger.kind == "at_iteration" else None
         iteration = iteration if clock is None else clock.iteration
-        rows.append({"iteration": iteration, "trigger": str(switch.trigger), **_sizes(switch.target)})
+        rows.append({"iteration": iteration, "trigger": str(switch.trigger), **_sizes(switch.target, clock)})
     return rows
 
 
-def _sizes(target: Target) -> dict[str, Any]:
-    """Return what a reader wants to know of a layout, as JSON values."""
+def _sizes(target: Target, clock: Clock | None) -> dict[str, Any]:
+    """Return what a reader wants to know of a layout and its first iteration, as JSON values."""
     layout = target.layout
-    batch = target.global_batch_size or 0
+    batch = target.global_batch_size if clock is None else clock.global_batch_size
     return {
         "name": target.name,
         "layout": layout.describe(),
@@ -208,7 +219,7 @@ def _sizes(target: Target) -> dict[str, Any]:
         "sequence_parallel": layout.sequence_parallel,
         "micro_batch_size": target.micro_batch_size,
         "global_batch_size": batch,
-        "micro_batches": batch // (target.micro_batch_size * layout.dp),
+        "micro_batches": None if batch is None else batch // (target.micro_batch_size * layout.dp),
         "where": target.where,
     }
 
@@ -216,8 +227,7 @@ def _sizes(target: Target) -> dict[str, Any]:
 def _show_recipe(file: Path, phases: Sequence[CheckedPhase], as_json: bool) -> None:
     shown = []
     for phase in phases:
-        batch = phase.global_batch_size
-        start = Clock(iteration=0, samples=0, global_batch_size=batch) if phase.starts_anew else None
+        start = Clock(iteration=0, samples=0, batches=phase.batches) if phase.starts_anew else None
         shown.append((phase.phase.name, _rows(phase.launch, phase.switches, start)))
     if as_json:
         found = [{"name": name, "layouts": rows} for name, rows in shown]

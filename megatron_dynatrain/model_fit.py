@@ -89,7 +89,7 @@ def misfits(
         yield from _of_sequence(layout, seq_length)
     for name, size in (("global_batch_size", global_batch_size), ("eval_global_batch_size", eval_global_batch_size)):
         if size is not None and micro_batch_size is not None:
-            yield from _of_batch(layout, name, size, micro_batch_size)
+            yield from batch_misfits(layout, name, size, micro_batch_size)
 
 
 def padded_vocab_size(vocab_size: int, divisor: int, tp_sizes: Iterable[int]) -> int:
@@ -194,8 +194,15 @@ def _of_sequence(layout: ParallelLayout, seq_length: int) -> Iterator[LayoutErro
         )
 
 
-def _of_batch(layout: ParallelLayout, name: str, global_batch: int, micro_batch: int) -> Iterator[LayoutError]:
-    """Yield what is wrong with a batch, at most one thing: the number of micro-batches is only then a number."""
+def batch_misfits(layout: ParallelLayout, name: str, global_batch: int, micro_batch: int) -> Iterator[LayoutError]:
+    """Yield what is wrong with a batch, at most one thing: the number of micro-batches is only then a number.
+
+    Args:
+        layout: The layout.
+        name: Name of the batch size, for the error.
+        global_batch: Samples per step.
+        micro_batch: Samples per micro-batch and data-parallel rank.
+    """
     step = micro_batch * layout.dp
     if micro_batch < 1:
         yield from _positive("micro_batch_size", micro_batch)

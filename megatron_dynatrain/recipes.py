@@ -12,15 +12,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_dynatrain.errors import DynaTrainError
+from megatron_dynatrain.schedule.batches import FLAG, BatchSchedule
 from megatron_dynatrain.schedule.check import check_schedule
 from megatron_dynatrain.schedule.problems import Problem, ScheduleProblemsError, nearest, say
 from megatron_dynatrain.schedule.recipe import FlagValue, Phase, Recipe
 from megatron_dynatrain.schedule.resolve import PlannedSwitch, Target
-from megatron_dynatrain.training.arguments import launch_target, model_sizes, refuse_unsupported
+from megatron_dynatrain.training.arguments import batch_schedule, launch_target, model_sizes, refuse_unsupported
 
-_REQUIRED = ("num-layers", "hidden-size", "num-attention-heads", "seq-length", "micro-batch-size", "global-batch-size")
+_REQUIRED = ("num-layers", "hidden-size", "num-attention-heads", "seq-length", "micro-batch-size")
+_BATCHES = ("global-batch-size", FLAG.lstrip("-"))
+"""Flags of which a launch has one."""
 
 _DEFAULTS: Mapping[str, FlagValue | None] = {
+    **dict.fromkeys(_BATCHES),
     "group-query-attention": False,
     "num-query-groups": 1,
     "ffn-hidden-size": None,
@@ -58,7 +62,7 @@ _DEFAULTS: Mapping[str, FlagValue | None] = {
 """Megatron's defaults of the flags that are read here."""
 
 _KINDS: Mapping[type, str] = {str: "a string", bool: "true or false", int: "an integer"}
-_TEXTS = ("optimizer", "load", "pipeline-model-parallel-layout")
+_TEXTS = ("optimizer", "load", "pipeline-model-parallel-layout", FLAG.lstrip("-"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +73,14 @@ class CheckedPhase:
         phase: The launch.
         launch: What it is launched on.
         switches: Its switches in full.
-        global_batch_size: Samples per iteration at launch.
+        batches: Samples per iteration at launch.
         starts_anew: Whether it starts at iteration 0; otherwise only its checkpoint says where.
     """
 
     phase: Phase
     launch: Target
     switches: tuple[PlannedSwitch, ...]
-    global_batch_size: int
+    batches: BatchSchedule
     starts_anew: bool
 
 
@@ -107,6 +111,7 @@ def _check_phase(recipe: Recipe, phase: Phase) -> CheckedPhase:
         refuse_unsupported(args)
         place = f"{recipe.source.file}:{recipe.source.line(phase.path)}"
         launch = replace(launch_target(args), where=f"{place} launch flags")
+        batches = batch_schedule(args)
     except DynaTrainError as error:
         raise ScheduleProblemsError([_launch_problem(recipe, phase, error)]) from error
     starts_anew = args.load is None or args.finetune
@@ -118,13 +123,21 @@ def _check_phase(recipe: Recipe, phase: Phase) -> CheckedPhase:
         train_iters=None if args.train_samples else args.train_iters,
         train_samples=args.train_samples,
         check_times=starts_anew,
+        batches=batches,
     )
-    return CheckedPhase(phase, launch, switches, args.global_batch_size, starts_anew)
+    return CheckedPhase(phase, launch, switches, batches, starts_anew)
 
 
 def _value_problems(recipe: Recipe, phase: Phase) -> list[Problem]:
     """Return flags that are missing, and those read here whose value has the wrong type."""
     problems = [_missing_problem(recipe, phase, name) for name in _REQUIRED if name not in phase.flags]
+    given = [name for name in _BATCHES if name in phase.flags]
+    if not given:
+        problems.append(_missing_problem(recipe, phase, _BATCHES[0]))
+    if len(given) > 1:
+        message = f"two flags say the batch size (phase {phase.name!r})"
+        expected = f"{given[0]} or {given[1]}, not both"
+        problems.append(recipe.source.problem(phase.flag_paths[given[1]], message, expected=expected))
     for name in (*_REQUIRED, *_DEFAULTS):
         value = phase.flags.get(name)
         kind = str if name in _TEXTS else bool if _DEFAULTS.get(name) is False else int
@@ -155,6 +168,9 @@ def _arguments(flags: Mapping[str, FlagValue], world_size: int) -> Namespace:
         args.ffn_hidden_size = int(wide * 2 / 3 / 64) * 64 if args.swiglu else wide
     args.moe_ffn_hidden_size = args.moe_ffn_hidden_size or args.ffn_hidden_size
     args.add_bias_linear = not args.disable_bias_linear
+    if args.global_batch_size is None:
+        model = args.tensor_model_parallel_size * args.context_parallel_size * args.pipeline_model_parallel_size
+        args.global_batch_size = args.micro_batch_size * max(1, world_size // model)
     args.eval_global_batch_size = args.eval_global_batch_size or args.global_batch_size
     args.virtual_pipeline_model_parallel_size = args.num_virtual_stages_per_pipeline_rank
     if args.num_layers_per_virtual_pipeline_stage:

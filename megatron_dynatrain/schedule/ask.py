@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_dynatrain.errors import ScheduleError
-from megatron_dynatrain.schedule.check import ModelSizes, check_schedule
+from megatron_dynatrain.schedule.check import ModelSizes, check_schedule, scheduled_misfits
+from megatron_dynatrain.schedule.clock import Clock
 from megatron_dynatrain.schedule.problems import Problem, ScheduleProblemsError
-from megatron_dynatrain.schedule.resolve import PlannedSwitch, Target
+from megatron_dynatrain.schedule.resolve import PlannedSwitch, Target, layout_problem
 from megatron_dynatrain.schedule.schema import Schedule, build_schedule
 from megatron_dynatrain.schedule.source import Source
 from megatron_dynatrain.schedule.triggers import Trigger
@@ -57,19 +58,30 @@ def read_asked(to: str | Mapping[str, Any], request: str, schedule: Schedule | N
     return replace(asked, switches=(spec,))
 
 
-def check_asked(asked: Schedule, current: Target, model: ModelSizes) -> PlannedSwitch:
+def check_asked(
+    asked: Schedule, current: Target, model: ModelSizes, now: Clock | None = None, until: int | None = None
+) -> PlannedSwitch:
     """Return the switch that was asked for in full: a key that it doesn't name keeps the value of now.
 
     Args:
         asked: What `read_asked` returned.
         current: What the job trains under now.
         model: Sizes of its model and batches.
+        now: The boundary of now, with the batch sizes to come; needed where these follow Megatron's step schedule.
+        until: Samples consumed where the next planned switch or the end of the training comes; None where none does.
 
     Raises:
         ScheduleError: It doesn't fit the model, the world or the batches, or is what the job trains under already.
     """
     try:
-        (switch,) = check_schedule(asked, model, current, current.layout.world_size, check_times=False)
+        batches = None if now is None else now.batches
+        world = current.layout.world_size
+        (switch,) = check_schedule(asked, model, current, world, check_times=False, batches=batches)
+        if now is not None:
+            found = scheduled_misfits(switch.target, now.batches, now.samples, until)
+            problems = [layout_problem(asked, asked.switches[0], error) for error in found]
+            if problems:
+                raise ScheduleProblemsError(problems)
     except ScheduleProblemsError as error:
         raise _in_words_of_request(error) from None
     if _sizes(switch.target) == _sizes(current):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 
 from megatron_dynatrain.errors import LayoutError
-from megatron_dynatrain.model_fit import misfits, padded_vocab_size
-from megatron_dynatrain.schedule.clock import Clock
+from megatron_dynatrain.model_fit import batch_misfits, misfits, padded_vocab_size
+from megatron_dynatrain.schedule.batches import FLAG, BatchSchedule
+from megatron_dynatrain.schedule.clock import Clock, walk
 from megatron_dynatrain.schedule.problems import Problem, ScheduleProblemsError
-from megatron_dynatrain.schedule.resolve import PlannedSwitch, Target, layout_problem, resolve_or_explain
+from megatron_dynatrain.schedule.resolve import PlannedSwitch, Target, layout_problem, name_layout, resolve_or_explain
 from megatron_dynatrain.schedule.schema import Schedule, SwitchSpec
 
 
@@ -31,7 +33,7 @@ class ModelSizes:
         moe_ffn_hidden_size: Width of one expert; `ffn_hidden_size` where it isn't given.
         kv_channels: Width of an attention head; hidden size / heads where it isn't given.
         add_bias_linear: Whether linears have biases.
-        global_batch_size: Samples per iteration at launch.
+        global_batch_size: Samples per iteration at launch; None where they follow a schedule of batch sizes.
         eval_global_batch_size: Samples per step of an evaluation, the same under every layout; None without any.
         mtp_num_layers: Layers of multi-token prediction; None or 0 for none.
         tied_embeddings: Whether input and output embeddings are one parameter, as is Megatron's default.
@@ -50,7 +52,7 @@ class ModelSizes:
     moe_ffn_hidden_size: int | None = None
     kv_channels: int | None = None
     add_bias_linear: bool = False
-    global_batch_size: int
+    global_batch_size: int | None = None
     eval_global_batch_size: int | None = None
     mtp_num_layers: int | None = None
     tied_embeddings: bool = False
@@ -68,6 +70,7 @@ def check_schedule(
     start_iteration: int = 0,
     start_samples: int | None = None,
     check_times: bool = True,
+    batches: BatchSchedule | None = None,
 ) -> tuple[PlannedSwitch, ...]:
     """Return the switches of a schedule in full, each checked against the job; pure, the same on every rank.
 
@@ -79,26 +82,38 @@ def check_schedule(
         train_iters: Iterations of the whole training; None where it is given in samples.
         train_samples: Samples of the whole training; None where it is given in iterations.
         start_iteration: Completed iterations where this run starts: 0, or that of the checkpoint it resumes from.
-        start_samples: Samples consumed there; `start_iteration` x global batch where it isn't given.
-        check_times: Whether the start is known, so that switches in the past, after the end and out of order are found.
+        start_samples: Samples consumed there; those of `start_iteration` iterations where it isn't given.
+        check_times: Whether the start is known, so that switches in the past, after the end and out of order are found,
+            and which of several batch sizes each layout meets.
+        batches: The batch sizes, where they follow Megatron's step schedule; None for those of launch and layouts.
 
     Raises:
         ScheduleError: With everything that is wrong: what could not be read, layouts that don't fit the world or the
             model, switches in the past, after the end or at the same boundary, keys that are not supported yet.
+        ValueError: Nobody says how many samples an iteration has.
     """
+    if batches is None:
+        if model.global_batch_size is None:
+            raise ValueError("an iteration has global_batch_size samples, or what a schedule of batch sizes says")
+        batches = BatchSchedule.constant(model.global_batch_size)
     launch = replace(launch, global_batch_size=launch.global_batch_size or model.global_batch_size)
     planned, layout_problems = resolve_or_explain(schedule, launch, world_size)
     if start_samples is None:
-        start_samples = start_iteration * model.global_batch_size
-    start = Clock(iteration=start_iteration, samples=start_samples, global_batch_size=model.global_batch_size)
+        start_samples = batches.samples_after(0, start_iteration)
+    start = Clock(iteration=start_iteration, samples=start_samples, batches=batches)
+    times = _Times(start, train_iters, train_samples)
     tps = [launch.layout.tp, *(switch.target.layout.tp for switch in planned)]
 
     problems = [*schedule.problems, *_launch_problems(model, launch, tps), *layout_problems]
     for switch in planned:
         problems += _fit_problems(schedule, switch, model, launch, tps)
+    if not batches.fixed:
+        problems += _two_batch_sizes(schedule)
+        if check_times:
+            problems += _batch_problems(schedule, launch, planned, times)
     if check_times:
         told = {(problem.key, problem.message) for problem in problems}
-        found = _time_problems(schedule, _Times(start, train_iters, train_samples))
+        found = _time_problems(schedule, times)
         problems += [problem for problem in found if (problem.key, problem.message) not in told]
     if problems:
         raise ScheduleProblemsError(sorted(problems, key=lambda problem: problem.line or 0))
@@ -148,6 +163,8 @@ class _Times:
         """Return the last boundary after which an iteration of `global_batch_size` samples is left."""
         if self.train_iters is not None or self.train_samples is None:
             return None if self.train_iters is None else self.train_iters - 1
+        if not clock.batches.fixed:
+            return clock.last_iteration(self.train_samples) - 1
         return clock.last_iteration(self.train_samples - global_batch_size)
 
 
@@ -157,23 +174,77 @@ def _misfits(model: ModelSizes, target: Target, tps: Iterable[int]) -> list[Layo
         "num_query_groups": model.num_query_groups or model.num_attention_heads,
         "ffn_hidden_size": model.ffn_hidden_size or 4 * model.hidden_size,
         "padded_vocab_size": model.padded_vocab_size or math.lcm(*tps),
-        "global_batch_size": target.global_batch_size or model.global_batch_size,
+        # Without a size at launch there is a schedule of batch sizes: see scheduled_misfits.
+        "global_batch_size": model.global_batch_size and (target.global_batch_size or model.global_batch_size),
     }
     return list(misfits(target.layout, micro_batch_size=target.micro_batch_size, **sizes))
 
 
 def _launch_problems(model: ModelSizes, launch: Target, tps: Iterable[int]) -> list[Problem]:
-    return [
-        Problem(
-            message=error.message,
-            file=launch.where,
-            key=error.subject or "",
-            expected=str(error.expected),
-            got=str(error.got),
-            hint=error.hint,
-        )
-        for error in _misfits(model, launch, tps)
-    ]
+    return [_launch_problem(launch, error) for error in _misfits(model, launch, tps)]
+
+
+def _launch_problem(launch: Target, error: LayoutError) -> Problem:
+    return Problem(
+        message=error.message,
+        file=launch.where,
+        key=error.subject or "",
+        expected=str(error.expected),
+        got=str(error.got),
+        hint=error.hint,
+    )
+
+
+def scheduled_misfits(target: Target, batches: BatchSchedule, start: int, end: int | None) -> Iterator[LayoutError]:
+    """Yield what is wrong with a layout under Megatron's step schedule, for each step that it meets; pure.
+
+    Args:
+        target: The layout.
+        batches: The batch sizes; nothing is wrong with a fixed one, which `misfits` looks at.
+        start: Samples consumed before its first iteration.
+        end: Samples consumed after its last iteration, or more than before it; None where there is no last one.
+    """
+    met = () if batches.fixed else batches.met(start, end)
+    for step in met:
+        for error in batch_misfits(target.layout, "global_batch_size", step.size, target.micro_batch_size):
+            expected, got = error.expected, f"{error.got} ({step})"
+            yield LayoutError(error.message, subject=error.subject, expected=expected, got=got)
+    for before, step in pairwise(met):
+        if step.size < before.size:
+            yield LayoutError(
+                "Megatron stops where an iteration has fewer micro-batches than the one before",
+                subject=FLAG,
+                expected=f"at least {before.size}",
+                got=f"{step.size} ({step})",
+            )
+
+
+def _batch_problems(
+    schedule: Schedule, launch: Target, planned: Sequence[PlannedSwitch], times: _Times
+) -> Iterator[Problem]:
+    """Yield what is wrong with the batch sizes that launch and layouts meet."""
+    clocks = (times.start, *walk(times.start, planned))
+    end = times.end(clocks[-1])
+    ends = [*(clock.samples for clock in clocks[1:]), None if end is None else clocks[-1].samples_at(end)]
+    batches = times.start.batches
+    for error in scheduled_misfits(launch, batches, clocks[0].samples, ends[0]):
+        yield _launch_problem(launch, error)
+    for switch, clock, until in zip(planned, clocks[1:], ends[1:], strict=True):
+        for error in scheduled_misfits(switch.target, batches, clock.samples, until):
+            yield layout_problem(schedule, schedule.switches[switch.index], error)
+
+
+def _two_batch_sizes(schedule: Schedule) -> Iterator[Problem]:
+    """Yield the batch sizes of layouts, in a job that has Megatron's step schedule."""
+    for switch in schedule.switches:
+        size = switch.layout.named().get("global_batch_size")
+        if size is not None:
+            yield schedule.source.problem(
+                (*switch.layout_path, "global_batch_size"),
+                f"there are two batch sizes ({name_layout(schedule, switch)})",
+                expected=f"global_batch_size in layouts or {FLAG}, not both",
+                got=f"{size} beside {FLAG}",
+            )
 
 
 def _fit_problems(

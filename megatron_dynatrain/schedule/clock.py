@@ -1,10 +1,11 @@
-"""Iterations and samples of a job whose global batch size changes at some of its switches (pure)."""
+"""Iterations and samples of a job whose global batch size changes, at switches or by a schedule of its own (pure)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from megatron_dynatrain.schedule.batches import BatchSchedule
 from megatron_dynatrain.schedule.resolve import PlannedSwitch
 from megatron_dynatrain.schedule.triggers import Trigger
 
@@ -16,20 +17,25 @@ class Clock:
     Args:
         iteration: Completed iterations.
         samples: Consumed training samples.
-        global_batch_size: Samples per iteration from here on.
+        batches: Samples per iteration from here on.
     """
 
     iteration: int
     samples: int
-    global_batch_size: int
+    batches: BatchSchedule
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of the next iteration."""
+        return self.batches.size_at(self.samples)
 
     def boundary(self, trigger: Trigger) -> int:
-        """Return the completed iterations at which a trigger is due, if the batch size stays."""
-        return trigger.boundary(self.iteration, self.samples, self.global_batch_size)
+        """Return the completed iterations at which a trigger is due, if no switch changes the batch sizes."""
+        return trigger.boundary(self.iteration, self.samples, self.batches)
 
     def samples_at(self, iteration: int) -> int:
-        """Return the samples consumed after an iteration, if the batch size stays."""
-        return self.samples + (iteration - self.iteration) * self.global_batch_size
+        """Return the samples consumed after an iteration, if no switch changes the batch sizes."""
+        return self.batches.samples_after(self.samples, iteration - self.iteration)
 
     def amount(self, kind: str, iteration: int) -> int:
         """Return a boundary as a trigger of a kind counts it: iterations or samples."""
@@ -39,16 +45,24 @@ class Clock:
         """Return the clock just after a switch; one that is overdue happens at the next boundary."""
         return self.at(max(self.boundary(switch.trigger), self.iteration + 1), switch.target.global_batch_size)
 
-    def at(self, iteration: int, global_batch_size: int | None) -> Clock:
-        """Return the clock at a boundary from which the batch size is another one; None for the same."""
-        return Clock(
-            iteration=iteration,
-            samples=self.samples_at(iteration),
-            global_batch_size=global_batch_size or self.global_batch_size,
-        )
+    def at(self, iteration: int, global_batch_size: int | None = None) -> Clock:
+        """Return the clock at a boundary from which the batch size is another one; None for the same.
+
+        Megatron's own schedule of batch sizes goes on whatever a switch says.
+        """
+        batches = self.batches
+        if global_batch_size is not None and batches.fixed:
+            batches = BatchSchedule.constant(global_batch_size)
+        return Clock(iteration=iteration, samples=self.samples_at(iteration), batches=batches)
 
     def last_iteration(self, train_samples: int) -> int:
-        """Return the iterations completed when no whole one is left of `train_samples`, if the batch size stays."""
+        """Return the iterations completed at the end of `train_samples`, if no switch changes the batch sizes.
+
+        By Megatron's rules: no whole iteration is left; with a schedule of batch sizes no sample is left, so that the
+        last iteration may have more samples than were left for it.
+        """
+        if not self.batches.fixed:
+            return self.boundary(Trigger("at_samples", train_samples))
         return self.iteration + max(0, train_samples - self.samples) // self.global_batch_size
 
 
@@ -80,8 +94,9 @@ def run_length(
     """Return the length of a training whose batch size may change.
 
     Without a change it is Megatron's own: `train_iters` x global batch samples, or `train_samples` // global batch
-    iterations. Source: `get_train_valid_test_num_samples` and `update_train_iters` in `megatron/training/training.py`
-    of 0.19, with the batch sizes of the schedule.
+    iterations; with a schedule of batch sizes as many iterations as use up `train_samples`. Source:
+    `get_train_valid_test_num_samples` and `update_train_iters` in `megatron/training/training.py` of 0.19, with the
+    batch sizes of the switches.
 
     Args:
         start: Where this run starts: the beginning, or the boundary of the checkpoint it resumes from.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_dynatrain.schedule.batches import BatchSchedule
+
 
 @dataclass(frozen=True, slots=True)
 class Trigger:
@@ -32,17 +34,17 @@ class Trigger:
         """
         return (iteration if self.kind == "at_iteration" else consumed_samples) >= self.value
 
-    def boundary(self, start_iteration: int, start_samples: int, global_batch_size: int) -> int:
-        """Return the completed iterations at which it will be due, for a global batch size that doesn't change.
+    def boundary(self, start_iteration: int, start_samples: int, batches: BatchSchedule) -> int:
+        """Return the completed iterations at which it will be due, if no switch changes the batch sizes before.
 
         Args:
             start_iteration: Completed iterations at the start of this run.
             start_samples: Samples consumed at the start of this run.
-            global_batch_size: Samples per iteration.
+            batches: Samples per iteration.
         """
         if self.kind == "at_iteration":
             return self.value
-        return start_iteration - (start_samples - self.value) // global_batch_size
+        return start_iteration + batches.iterations_until(start_samples, self.value)
 
     def __str__(self) -> str:
         """Return it as it is written in a schedule."""

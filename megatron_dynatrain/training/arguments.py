@@ -10,6 +10,7 @@ from typing import Literal, cast
 
 from megatron_dynatrain.errors import ScheduleError
 from megatron_dynatrain.layout import DEFAULT_ORDER, ParallelLayout, PipelineSplit
+from megatron_dynatrain.schedule.batches import BatchSchedule, parse_batches
 from megatron_dynatrain.schedule.check import ModelSizes
 from megatron_dynatrain.schedule.resolve import Target
 from megatron_dynatrain.training.refusals import refusals_table, refuse_unsupported
@@ -17,6 +18,7 @@ from megatron_dynatrain.training.refusals import refusals_table, refuse_unsuppor
 __all__ = [
     "DynamicOptions",
     "add_dynamic_parallelism_args",
+    "batch_schedule",
     "launch_target",
     "model_sizes",
     "refusals_table",
@@ -185,7 +187,23 @@ def launch_target(args: Namespace) -> Target:
         instances=args.num_distributed_optimizer_instances,
         split=split,
     )
-    return Target(None, layout, args.micro_batch_size, "launch flags", args.global_batch_size)
+    return Target(None, layout, args.micro_batch_size, "launch flags", _global_batch_size(args))
+
+
+def batch_schedule(args: Namespace) -> BatchSchedule:
+    """Return the samples per iteration that the arguments say, from here on if no switch changes them.
+
+    Raises:
+        ScheduleError: `--step-batch-size-schedule` can't be read.
+    """
+    text = getattr(args, "step_batch_size_schedule", None)
+    return BatchSchedule.constant(args.global_batch_size) if text is None else parse_batches(text, args.seq_length)
+
+
+def _global_batch_size(args: Namespace) -> int | None:
+    """Return the global batch size; None beside a schedule of them, where Megatron sets micro-batch x dp of launch."""
+    given = getattr(args, "step_batch_size_schedule", None) is None
+    return args.global_batch_size if given else None
 
 
 def model_sizes(args: Namespace, padded_vocab_size: int | None = None) -> ModelSizes:
@@ -209,7 +227,7 @@ def model_sizes(args: Namespace, padded_vocab_size: int | None = None) -> ModelS
         moe_ffn_hidden_size=args.moe_ffn_hidden_size,
         kv_channels=args.kv_channels,
         add_bias_linear=args.add_bias_linear,
-        global_batch_size=args.global_batch_size,
+        global_batch_size=_global_batch_size(args),
         eval_global_batch_size=args.eval_global_batch_size if args.eval_iters else None,
         mtp_num_layers=args.mtp_num_layers,
         tied_embeddings=not args.untie_embeddings_and_output_weights,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatron_dynatrain.errors import StateError
 from megatron_dynatrain.requests import PHASES, LayoutRequest, Preparing
 from megatron_dynatrain.schedule.ask import check_asked, read_asked
 from megatron_dynatrain.schedule.check import ModelSizes
+from megatron_dynatrain.schedule.clock import Clock
 from megatron_dynatrain.schedule.resolve import PlannedSwitch, Target
 from megatron_dynatrain.schedule.schema import Schedule
 from megatron_dynatrain.training.data import check_provider
@@ -24,12 +26,14 @@ class JobFront:
         job: The job.
         schedule: Its schedule, for the named layouts.
         model: Sizes of its model and batches at launch; the arguments may change under a reading thread.
+        start: The boundary at which this run starts.
     """
 
-    def __init__(self, job: DynamicJob, schedule: Schedule | None, model: ModelSizes) -> None:
+    def __init__(self, job: DynamicJob, schedule: Schedule | None, model: ModelSizes, start: Clock) -> None:
         self._job = job
         self._schedule = schedule
         self._model = model
+        self._start = start
 
     def read(self, name: str, request: LayoutRequest) -> Schedule:
         """Return what is asked for, once its form is right.
@@ -50,9 +54,18 @@ class JobFront:
         if self._job.switcher.refusal is not None:
             raise self._job.switcher.refusal
         current = self._job.current
-        switch = check_asked(asked, current.target, self._model)
+        switch = check_asked(asked, current.target, self._model, *self._batches_to_come())
         check_provider(self._job.provider, [switch.target.layout.vpp])
         return switch, current.version
+
+    def _batches_to_come(self) -> tuple[Clock | None, int | None]:
+        """Return now, and the samples at the next planned switch or the end; None where layouts set the batch size."""
+        if self._start.batches.fixed:
+            return None, None
+        now = self._start.at(self._job.completed)  # the schedule counts alike under every layout
+        planned = next(iter(self._job.pending), None)
+        after = now.at(max(now.iteration, self._job.train_iters)) if planned is None else now.after(planned)
+        return now, after.samples
 
     def in_the_way(self) -> str | None:
         """Return the planned switch that is being prepared or done; None where there is none."""
@@ -62,8 +75,10 @@ class JobFront:
         return None
 
     def current(self) -> Target:
-        """Return what the job trains under."""
-        return self._job.current.target
+        """Return what the job trains under, with the batch size of the next iteration."""
+        target = self._job.current.target
+        now, _ = self._batches_to_come()
+        return target if now is None else replace(target, global_batch_size=now.global_batch_size)
 
     def completed(self) -> int:
         """Return the completed iterations."""

@@ -32,6 +32,7 @@ from megatron_dynatrain.training.builder import ModelBuilder
 from megatron_dynatrain.training.data import DataIterators, Datasets, Provider, check_provider, rebuild, stock_builder
 from megatron_dynatrain.training.front import JobFront, Progress
 from megatron_dynatrain.training.live import LiveRequests
+from megatron_dynatrain.training.schedule import clock_of
 from megatron_dynatrain.training.thread_args import ThreadArguments
 from megatron_dynatrain.training.world_args import ArgumentChange, values_for
 from megatron_dynatrain.training.writers import follow_last_rank
@@ -139,7 +140,7 @@ class DynamicJob:
         check_provider(self.provider, [switch.target.layout.vpp for switch in self.pending])
         self.switcher.on_phase = self.progress.note
         self._live = LiveRequests(
-            JobFront(self, self.schedule, model_sizes(args, args.padded_vocab_size)),
+            JobFront(self, self.schedule, model_sizes(args, args.padded_vocab_size), clock_of(args, args.iteration)),
             store=self.switcher.store,
             ranks=self.layout.ranks,
             rank=self.switcher.rank,
@@ -208,7 +209,7 @@ class DynamicJob:
         if self.ahead is not None or not self.pending or self.options.prepare_ahead == 0:
             return
         planned = self.pending[0]
-        boundary = planned.trigger.boundary(iteration, args.consumed_train_samples, args.global_batch_size)
+        boundary = clock_of(args, iteration).boundary(planned.trigger)
         if 0 < boundary - iteration <= self.options.prepare_ahead:
             self._prepare(planned.target, planned)
 

@@ -10,7 +10,7 @@ from megatron_dynatrain.schedule.check import check_schedule
 from megatron_dynatrain.schedule.clock import Clock, RunLength, run_length
 from megatron_dynatrain.schedule.resolve import PlannedSwitch, resolve
 from megatron_dynatrain.schedule.schema import Schedule, load_schedule
-from megatron_dynatrain.training.arguments import DynamicOptions, launch_target, model_sizes
+from megatron_dynatrain.training.arguments import DynamicOptions, batch_schedule, launch_target, model_sizes
 
 
 def pinned_vocabulary(args: Namespace, schedule: Schedule | None, tokens: int) -> int:
@@ -67,8 +67,21 @@ def planned_switches(
             start_iteration=start_iteration,
             start_samples=(args.consumed_train_samples or None) if start_iteration else None,
             check_times=check_times,
+            batches=batch_schedule(args),
         )
     )
+
+
+def clock_of(args: Namespace, iteration: int) -> Clock:
+    """Return the boundary after an iteration, which is that of now.
+
+    Args:
+        args: Megatron's arguments; the consumed samples are those of now.
+        iteration: Completed iterations.
+    """
+    # Megatron does the same for old checkpoints that don't say how many samples were consumed, but only later.
+    consumed = args.consumed_train_samples or iteration * args.global_batch_size
+    return Clock(iteration=iteration, samples=consumed, batches=batch_schedule(args))
 
 
 def planned_length(args: Namespace, pending: Iterable[PlannedSwitch], samples: int | None = None) -> RunLength:
@@ -79,8 +92,5 @@ def planned_length(args: Namespace, pending: Iterable[PlannedSwitch], samples: i
         pending: Switches still to come, in order.
         samples: Training samples that there are; None for what the flags ask for.
     """
-    batch = args.global_batch_size
-    # Megatron does the same for old checkpoints that don't say how many samples were consumed, but only later.
-    consumed = args.consumed_train_samples or args.iteration * batch
-    now = Clock(iteration=args.iteration, samples=consumed, global_batch_size=batch)
+    now = clock_of(args, args.iteration)
     return run_length(now, pending, train_iters=args.train_iters, train_samples=samples or args.train_samples)

@@ -12,9 +12,11 @@ import pytest
 
 from megatron_dynatrain.errors import LayoutError, ScheduleError, UnsupportedError
 from megatron_dynatrain.layout import ParallelLayout, PipelineSplit
+from megatron_dynatrain.schedule.batches import BatchSchedule
 from megatron_dynatrain.training.arguments import (
     DynamicOptions,
     add_dynamic_parallelism_args,
+    batch_schedule,
     launch_target,
     model_sizes,
     refusals_table,
@@ -144,8 +146,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "--dataloader-type": ({"dataloader_type": "external"}, "a data loader with a state of its own"),
     "--full-validation": ({"full_validation": True}, "validation steps"),
     "--eval-micro-batch-size": ({"eval_micro_batch_size": 4}, "later batch size"),
-    "--rampup-batch-size": ({"rampup_batch_size": ["8", "8", "64"]}, "later batch size"),
-    "--step-batch-size-schedule": ({"step_batch_size_schedule": "0:8 100:16"}, "later batch size"),
+    "--rampup-batch-size": ({"rampup_batch_size": ["8", "8", "64"]}, "reads and ignores it"),
     "--cuda-graph-impl": ({"cuda_graph_impl": "local"}, "captured graph"),
     "--enable-cuda-graph": ({"enable_cuda_graph": True}, "captured graph"),
     "--non-persistent-ckpt-type": ({"non_persistent_ckpt_type": "local"}, "nobody rebuilds"),
@@ -238,6 +239,7 @@ def test_the_launch_layout_is_read_from_the_arguments() -> None:
     )
     assert (target.name, target.micro_batch_size, target.where) == (None, 2, "launch flags")
     assert target.global_batch_size == 8
+    assert launch_target(launch_args(step_batch_size_schedule="0:8")).global_batch_size is None
     with pytest.raises(LayoutError):
         launch_target(launch_args(tensor_model_parallel_size=3))
 
@@ -273,8 +275,18 @@ def test_the_sizes_of_the_model_are_read_from_the_arguments() -> None:
     args.eval_iters = 2
     assert model_sizes(args).eval_global_batch_size == 4
     assert (model_sizes(args).mtp_num_layers, model_sizes(args).tied_embeddings) == (None, True)
+    args.step_batch_size_schedule = "0:8"
+    assert model_sizes(args).global_batch_size is None
     args.mtp_num_layers, args.untie_embeddings_and_output_weights = 2, True
     assert (model_sizes(args).mtp_num_layers, model_sizes(args).tied_embeddings) == (2, False)
+
+
+def test_a_schedule_of_batch_sizes_takes_the_place_of_a_size() -> None:
+    args = Namespace(global_batch_size=8, seq_length=16, step_batch_size_schedule=None)
+    assert batch_schedule(args) == BatchSchedule.constant(8)
+    args.step_batch_size_schedule = "0:8 640:16"
+    assert [batch_schedule(args).size_at(samples) for samples in (39, 40)] == [8, 16]
+    assert not batch_schedule(args).fixed
 
 
 def test_neither_torch_nor_megatron_is_imported() -> None:

@@ -128,6 +128,24 @@ def test_boundaries_follow_the_batch_size(tmp_path: Path) -> None:
     ]
 
 
+def test_a_schedule_of_batch_sizes_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "s.yaml").write_text(GOOD)
+    sizes = SIZES.replace("--global-batch-size 8", "--seq-length 16 --step-batch-size-schedule 0:8,640:16")
+    words = ["check", str(tmp_path / "s.yaml"), *sizes.split()]
+    rows = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)["layouts"]
+    assert [(row["iteration"], row["global_batch_size"], row["micro_batches"]) for row in rows] == [
+        (None, 8, 2),
+        (5, 16, 8),
+        (8, 16, 8),  # 40 samples after 5, 88 after 8
+    ]
+    refused = CliRunner().invoke(app, [*words, "--micro-batch-size", "4"])
+    assert (refused.exit_code, "step 0:8 of --step-batch-size-schedule" in refused.stderr) == (1, True)
+    wrong = CliRunner().invoke(app, [word.replace("0:8,", "0-8,") for word in words])
+    assert (wrong.exit_code, "THRESHOLD:SIZE" in wrong.stderr) == (1, True)
+    for usage in ([*words, "--global-batch-size", "8"], [word for word in words if word not in ("--seq-length", "16")]):
+        assert CliRunner().invoke(app, usage).exit_code == 2
+
+
 def test_sequence_parallel_at_launch_ends_with_tp(tmp_path: Path) -> None:
     text = "version: 1\nswitches:\n  - {at_iteration: 5, to: {tp: 1}}\n  - {at_iteration: 6, to: {tp: 2}}\n"
     result = run(tmp_path, text, "--tp 2 --sequence-parallel --json")

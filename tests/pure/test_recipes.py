@@ -96,8 +96,8 @@ def test_every_switch_of_a_shipped_recipe_has_its_reason_above_it(name: str) -> 
 
 def test_flags_of_a_phase_come_over_those_of_the_recipe() -> None:
     first, second = check(GOOD)
-    assert (first.launch.layout.describe(), first.global_batch_size, first.starts_anew) == ("dp8", 16, True)
-    assert (second.launch.layout.describe(), second.global_batch_size) == ("pp2 vpp2 dp4", 32)
+    assert (first.launch.layout.describe(), first.batches.size_at(0), first.starts_anew) == ("dp8", 16, True)
+    assert (second.launch.layout.describe(), second.batches.size_at(0)) == ("pp2 vpp2 dp4", 32)
     assert not second.starts_anew  # it goes on where its checkpoint ends
     words = second.phase.words()
     assert "--use-distributed-optimizer" in words
@@ -127,6 +127,21 @@ def test_a_broken_recipe_is_refused_with_its_line(old: str, new: str, expected: 
     assert GOOD.count(old) == 1 or old == "micro-batch-size: 1"
     problems = problems_of(GOOD.replace(old, new, 1))
     assert problems[0].startswith(expected), problems
+
+
+def test_a_schedule_of_batch_sizes_is_a_flag_of_a_recipe_too() -> None:
+    steps = GOOD.replace("  global-batch-size: 16", "  step-batch-size-schedule: '0:16 1600:32'", 1)
+    steps = steps.replace("global-batch-size: 32", "eval-global-batch-size: 32")
+    first, second = check(steps)
+    assert [first.batches.size_at(samples) for samples in (49, 50)] == [16, 32]  # 1600 tokens of 32 a sample
+    assert (first.launch.global_batch_size, second.launch.global_batch_size) == (None, None)
+    (problem,) = problems_of(steps.replace("0:16", "0:12"))
+    assert problem.startswith("r.yaml:12 launch flags global_batch_size: the model doesn't fit the layout dp8")
+    problems = problems_of(steps.replace("0:16", "0:16:1"))
+    wrong = "r.yaml:9 flags.step-batch-size-schedule: the schedule of batch sizes can't be read (launch of phase "
+    assert [problem[: len(wrong) + 3] for problem in problems] == [f"{wrong}'fi", f"{wrong}'se"]
+    (problem,) = problems_of(steps.replace("load: x, ", "load: x, global-batch-size: 32, "))
+    assert problem.startswith("r.yaml:9 flags.step-batch-size-schedule: two flags say the batch size")
 
 
 def test_all_phases_are_checked_and_nothing_is_said_twice() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import pytest
 from megatron_dynatrain.errors import ScheduleError
 from megatron_dynatrain.layout import ParallelLayout
 from megatron_dynatrain.schedule.ask import check_asked, read_asked
+from megatron_dynatrain.schedule.batches import parse_batches
 from megatron_dynatrain.schedule.check import ModelSizes
+from megatron_dynatrain.schedule.clock import Clock
 from megatron_dynatrain.schedule.resolve import PlannedSwitch, Target
 from megatron_dynatrain.schedule.schema import parse_schedule
 
@@ -49,6 +52,28 @@ def ask(to: str | dict[str, Any], now: Target = NOW, schedule: Any = SCHEDULE) -
 def test_keys_that_are_not_named_keep_the_value_of_now(to: Any, layout: str, micro: int, batch: int) -> None:
     found = ask(to).target
     assert (found.layout.describe(), found.micro_batch_size, found.global_batch_size) == (layout, micro, batch)
+
+
+def test_a_schedule_of_batch_sizes_is_looked_at_from_now_to_the_next_planned_switch() -> None:
+    batches = parse_batches("0:2 8:8 40:12", None)
+    model, now = replace(MODEL, global_batch_size=None), replace(NOW, global_batch_size=None)
+
+    def ask_at(samples: int, until: int | None, to: str = "micro_batch_size", size: int = 4) -> PlannedSwitch:
+        clock = Clock(iteration=3, samples=samples, batches=batches)
+        return check_asked(read_asked({to: size}, "r1", SCHEDULE), now, model, clock, until)
+
+    assert ask_at(8, 40).target.global_batch_size is None
+    for samples, until, got in [
+        (6, 40, "2 (step 0:2 of"),
+        (8, 41, "12 (step 40:12 of"),
+        (8, None, "12 (step 40:12 of"),
+    ]:
+        with pytest.raises(ScheduleError, match="a multiple of micro batch 4 x dp 2 = 8") as refused:
+            ask_at(samples, until)
+        assert f"got: {got}" in str(refused.value)
+        assert "subject: --to micro_batch_size" in str(refused.value)
+    with pytest.raises(ScheduleError, match="not both"):
+        ask_at(8, 40, "global_batch_size", 8)
 
 
 def test_its_trigger_is_the_request_also_after_a_journey() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_dynatrain.layout import ParallelLayout
+from megatron_dynatrain.schedule.batches import parse_batches
 from megatron_dynatrain.schedule.check import ModelSizes, check_schedule
 from megatron_dynatrain.schedule.problems import ScheduleProblemsError
 from megatron_dynatrain.schedule.resolve import PlannedSwitch, Target
@@ -27,7 +28,7 @@ def check(
     switches: str, *, layouts: str = "", world_size: int = 12, launch: dict[str, Any] | None = None, **changes: Any
 ) -> Any:
     """Check the given switches; sizes of the model and limits of the training can be changed by name."""
-    times = ("train_iters", "train_samples", "start_iteration", "start_samples", "check_times")
+    times = ("train_iters", "train_samples", "start_iteration", "start_samples", "check_times", "batches")
     limits = {name: changes.pop(name) for name in times if name in changes}
     lines = "".join(f"  - {{{switch}}}\n" for switch in switches.split("\n"))
     schedule = parse_schedule(f"version: 1\n{layouts}switches:\n{lines}", "s.yaml", partly=True)
@@ -238,6 +239,74 @@ def test_a_batch_for_which_too_few_samples_are_left_is_refused() -> None:
     check("at_iteration: 5, to: {global_batch_size: 48}", train_samples=168)
     (problem,) = problems_of("at_iteration: 5, to: {global_batch_size: 48}", train_samples=167)
     assert "no iteration is left after it; expected: at most 4 " in problem
+
+
+STEPS = {"global_batch_size": None, "batches": parse_batches("0:12 60:24 100:48", None)}
+# Samples 0 12 24 36 48 60 84 108 156: steps after iterations 5 and 7.
+
+
+def test_a_layout_has_to_divide_the_batch_sizes_that_it_meets_and_no_others() -> None:
+    planned = check("at_iteration: 5, to: {micro_batch_size: 2}\nat_iteration: 7, to: {micro_batch_size: 4}", **STEPS)
+    assert [switch.target.global_batch_size for switch in planned] == [None, None]
+    (problem,) = problems_of("at_iteration: 4, to: {micro_batch_size: 2}", **STEPS)
+    assert problem == (
+        "s.yaml:3 switches[0].to.micro_batch_size: the model doesn't fit the layout dp12: global_batch_size"
+        " (at_iteration: 4); expected: a multiple of micro batch 2 x dp 12 = 24; got: 12"
+        " (step 0:12 of --step-batch-size-schedule, from 0 samples on)"
+    )
+    problems = problems_of("at_samples: 36, to: {micro_batch_size: 4}\nat_iteration: 7, to: {tp: 2}", **STEPS)
+    assert [problem.split("got: ")[1] for problem in problems] == [
+        "12 (step 0:12 of --step-batch-size-schedule, from 0 samples on)",
+        "24 (step 60:24 of --step-batch-size-schedule, from 60 samples on)",
+    ]
+    (problem,) = problems_of("at_iteration: 5, to: {tp: 2}", world_size=24, **STEPS)
+    assert problem.startswith("launch flags global_batch_size: the model doesn't fit the layout dp24; ")
+    check("at_iteration: 5, to: {tp: 2, vpp: 2, pp: 2}", **STEPS)
+    (problem,) = problems_of("at_iteration: 4, to: {vpp: 2, pp: 2, micro_batch_size: 2}", **STEPS)
+    assert "got: 12 / (micro batch 2 x dp 6) = 1 micro-batches (step 0:12 of" in problem
+
+
+def test_steps_after_the_end_are_not_met_and_those_before_the_start_neither() -> None:
+    steps = STEPS | {"batches": parse_batches("0:12 60:24 100:30", None)}
+    (problem,) = problems_of("at_iteration: 5, to: {tp: 1}", **steps)
+    assert "got: 30 (step 100:30" in problem
+    for limit in ({"train_iters": 7}, {"train_samples": 108}):
+        check("at_iteration: 5, to: {tp: 1}", **limit, **steps)
+    (problem,) = problems_of("at_iteration: 5, to: {tp: 1}", train_iters=8, **steps)
+    twice = STEPS | {"batches": parse_batches("0:7 14:12", None)}
+    assert len(problems_of("at_iteration: 5, to: {tp: 1}", **twice)) == 1
+    check("at_iteration: 5, to: {tp: 1}", start_iteration=2, **twice)
+    check("at_iteration: 5, to: {tp: 1}", check_times=False, **twice)  # nobody knows yet what it meets
+
+
+def test_a_batch_that_shrinks_under_a_layout_is_refused_as_megatron_stops_there() -> None:
+    shrinking = STEPS | {"batches": parse_batches("0:24 48:12", None)}
+    check("at_iteration: 2, to: {tp: 2}", **shrinking)
+    (problem,) = problems_of("at_iteration: 3, to: {tp: 2}", **shrinking)
+    assert problem == (
+        "launch flags --step-batch-size-schedule: Megatron stops where an iteration has fewer micro-batches than the"
+        " one before; expected: at least 24; got: 12 (step 48:12 of --step-batch-size-schedule, from 48 samples on)"
+    )
+    (problem,) = problems_of("at_iteration: 1, to: {tp: 2}", **shrinking)
+    assert problem.startswith("s.yaml:3 switches[0].to: Megatron stops where")
+
+
+def test_a_batch_size_beside_a_schedule_of_them_is_refused() -> None:
+    assert problems_of("at_iteration: 5, to: {tp: 2, global_batch_size: 30}", **STEPS) == [
+        "s.yaml:3 switches[0].to.global_batch_size: there are two batch sizes (at_iteration: 5); expected:"
+        " global_batch_size in layouts or --step-batch-size-schedule, not both;"
+        " got: 30 beside --step-batch-size-schedule"
+    ]
+
+
+def test_times_are_counted_with_a_schedule_of_batch_sizes() -> None:
+    check("at_samples: 84, to: {tp: 2}\nat_iteration: 7, to: {tp: 1}", train_samples=109, **STEPS)
+    (problem,) = problems_of("at_samples: 85, to: {tp: 2}\nat_iteration: 7, to: {tp: 1}", **STEPS)
+    assert "expected: a boundary after iteration 7" in problem
+    (problem,) = problems_of("at_samples: 85, to: {tp: 2}", train_samples=108, **STEPS)
+    assert "no iteration is left after it; expected: at most 84 (the training ends with iteration 7)" in problem
+    (problem,) = problems_of("at_samples: 84, to: {tp: 2}", start_iteration=6, **STEPS)
+    assert "expected: more than 84, where this run starts (iteration 6)" in problem
 
 
 def test_such_keys_are_accepted_where_they_change_nothing() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from megatron_dynatrain.layout import ParallelLayout
+from megatron_dynatrain.schedule.batches import BatchSchedule
 from megatron_dynatrain.schedule.clock import Clock, RunLength, run_length, walk
 from megatron_dynatrain.schedule.resolve import PlannedSwitch, Target
 from megatron_dynatrain.schedule.triggers import Trigger
 
-START = Clock(iteration=0, samples=0, global_batch_size=8)
+START = Clock(iteration=0, samples=0, batches=BatchSchedule.constant(8))
 
 
 def switch(kind: str, value: int, batch: int | None = None) -> PlannedSwitch:
@@ -64,13 +65,15 @@ def test_a_switch_after_the_end_changes_nothing() -> None:
 def test_a_run_that_resumes_has_the_length_of_the_whole() -> None:
     changes = [switch("at_iteration", 4, 16), switch("at_iteration", 8, 4)]
     whole = run_length(START, changes, train_iters=12, train_samples=None)
-    resumed = Clock(iteration=6, samples=4 * 8 + 2 * 16, global_batch_size=16)
+    resumed = Clock(iteration=6, samples=4 * 8 + 2 * 16, batches=BatchSchedule.constant(16))
     assert run_length(resumed, changes[1:], train_iters=12, train_samples=None) == whole
 
 
 def test_an_overdue_switch_happens_at_the_next_boundary() -> None:
-    late = Clock(iteration=9, samples=100, global_batch_size=8)
-    assert late.after(switch("at_iteration", 5, 16)) == Clock(iteration=10, samples=108, global_batch_size=16)
+    late = Clock(iteration=9, samples=100, batches=BatchSchedule.constant(8))
+    assert late.after(switch("at_iteration", 5, 16)) == Clock(
+        iteration=10, samples=108, batches=BatchSchedule.constant(16)
+    )
     assert late.after(switch("at_samples", 5, 16)).iteration == 10
 
 
