@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -114,18 +115,22 @@ def test_a_job_is_dead_without_its_process_or_without_a_heartbeat() -> None:
 def test_the_heartbeat_writes_first_last_and_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests, "HEARTBEAT_S", 0.005)
     counted: list[int] = []
+    told = threading.Event()
 
     def now() -> JobStatus:
         counted.append(len(counted))
+        if len(counted) == 5:
+            told.wait(20)  # the thread is held here until it is stopped
         return status(iteration=counted[-1])
 
     beat = Heartbeat(tmp_path, now, failed=pytest.fail)
     beat.start()
     assert read_status(tmp_path).iteration >= 0
-    while len(counted) < 4:
+    while len(counted) < 5:
         time.sleep(0.005)
+    threading.Timer(0.05, told.set).start()
     beat.stop(10)
-    assert read_status(tmp_path).iteration == counted[-1]
+    assert read_status(tmp_path).iteration == counted[-1] == 5
     written = len(counted)
     time.sleep(0.02)
     assert len(counted) == written
