@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ import torch
 
 from megatron_dynatrain.elastic.council import Council
 from megatron_dynatrain.elastic.groups import WorldGroups, default_group
-from megatron_dynatrain.errors import DynaTrainError, StateError
+from megatron_dynatrain.errors import DynaTrainError, PlanError, StateError
 from megatron_dynatrain.layout import ParallelLayout
 from megatron_dynatrain.mcore import buffers, states, teardown
 from megatron_dynatrain.mcore.build import untouched_random_streams
@@ -19,10 +19,11 @@ from megatron_dynatrain.mcore.inner_optimizers import Step
 from megatron_dynatrain.mcore.optimizers import SharedValues
 from megatron_dynatrain.mcore.parallel_state import ParallelState
 from megatron_dynatrain.mcore.random_streams import RandomStreams
+from megatron_dynatrain.mcore.realize import clear_padding
 from megatron_dynatrain.mcore.states import LiveState
 from megatron_dynatrain.mcore.streams_switch import check_streams, streams_after
 from megatron_dynatrain.mcore.thread_world import thread_world
-from megatron_dynatrain.membership import check_ranks, members_of
+from megatron_dynatrain.membership import check_ranks, members_of, no_live_copy
 from megatron_dynatrain.memory import MemoryNeed, choose_mode
 from megatron_dynatrain.routing.windows import RankPlan, plan_rank
 from megatron_dynatrain.switch_types import SwitchReport, World
@@ -59,6 +60,7 @@ class Attempt:
         layout: The layout to go to.
         report: Filled as the figures become known.
         apart: Whether `build_ahead` runs in a thread of its own beside the training thread.
+        lost: Ranks of the source that are gone: what they held is taken from replicas on others.
 
     Attributes:
         report: As given.
@@ -67,7 +69,16 @@ class Attempt:
         council: What this attempt decides with: while it builds apart, not that of the training thread.
     """
 
-    def __init__(self, job: Switcher, layout: ParallelLayout, report: SwitchReport, *, apart: bool = False) -> None:
+    def __init__(
+        self,
+        job: Switcher,
+        layout: ParallelLayout,
+        report: SwitchReport,
+        *,
+        apart: bool = False,
+        lost: Collection[int] = (),
+    ) -> None:
+        self._lost = frozenset(lost)
         self._job = job
         self._layout = layout
         self.report = report
@@ -77,7 +88,7 @@ class Attempt:
         self._groups: WorldGroups = job.groups("world", layout.ranks, apart=apart)
         self._stays = self.rank in layout.ranks
         self._members_change = set(layout.ranks) != set(job.world.layout.ranks)
-        union = members_of(job.world.layout, layout)
+        union = members_of(job.world.layout, layout, self._lost)
         self._transfer_groups: WorldGroups = job.groups("transfer", union, apart=apart)
         self._streams: RandomStreams | None = None
         self._parallel_state: ParallelState | None = None
@@ -91,7 +102,7 @@ class Attempt:
         self.moved = False
 
     def _council(self, *, apart: bool = False) -> Council:
-        council = self._job.council(self._layout, apart=apart)
+        council = self._job.council(self._layout, apart=apart, lost=self._lost)
         council.on_failure = self._leave
         return council
 
@@ -233,7 +244,7 @@ class Attempt:
             yield
 
     def _place(self, description: ModelDescription, layout: ParallelLayout, policy: BufferPolicy) -> Placement:
-        outside = set(self._transfer_groups.ranks) - set(layout.ranks)
+        outside = (set(self._transfer_groups.ranks) - set(layout.ranks)) | self._lost
         return Placement(description, layout, policy, real_only=self._real_only, outside=outside)
 
     def _shared_policy(self, name: str, live: LiveState) -> BufferPolicy:
@@ -247,7 +258,12 @@ class Attempt:
         return policy
 
     def _route(self, before: Placement, after: Placement) -> RankPlan:
-        return plan_rank(before, after, self.rank, budget=self._job.options.budget, skip_states=self._skip)
+        try:
+            return plan_rank(before, after, self.rank, budget=self._job.options.budget, skip_states=self._skip)
+        except PlanError as error:
+            if not self._lost:
+                raise
+            raise no_live_copy(error, self._lost) from error
 
     def _add_totals(self) -> None:
         plan = self._plan
@@ -265,7 +281,8 @@ class Attempt:
         job = self._job
         self.moved = True
         with self.council.phase("transfer", "bytes"), torch.no_grad():
-            self._clear_padding()
+            if self._real_only:
+                clear_padding(self.description, self._after, self._memory(self._target), self.rank)
             run_plan(
                 self._plan,
                 self._memory(self._source),
@@ -277,17 +294,6 @@ class Attempt:
         with self.council.phase("transfer", "scalars"):
             self._target.copy_main()
             self._shared.carry(self._target.optimizer, rank=self.rank)
-
-    def _clear_padding(self) -> None:
-        """Fill the target's tables of the vocabulary with zeros, where only their real rows are moved; local."""
-        if not self._real_only:
-            return
-        specs = self.description.parameters
-        tables = {spec.name for spec in specs if any(segment.real_rows is not None for segment in spec.segments)}
-        memory = self._memory(self._target)
-        for slab in self._after.slabs(self.rank):
-            if slab.parameter in tables and slab.name in memory:
-                memory[slab.name].zero_()
 
     def verify(self) -> None:
         """Prove that the target holds what the source holds; after this every rank commits."""
@@ -305,7 +311,9 @@ class Attempt:
             streams.restore()
         with self.council.phase("verify", "digest"):
             if job.options.verify != "off":
-                before = DigestTable.compute(self._before, self._memory(self._source), self.rank, skip=self._skip)
+                before = DigestTable.compute(
+                    self._before, self._memory(self._source), self.rank, skip=self._skip, once=bool(self._lost)
+                )
                 after = DigestTable.compute(self._after, self._memory(self._target), self.rank, skip=self._skip)
                 check_casts(self._target, rank=self.rank)
                 buffers.check_counters(self._chunks, rank=self.rank)

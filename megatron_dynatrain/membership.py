@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from megatron_dynatrain.errors import LayoutError
+from megatron_dynatrain.errors import LayoutError, PlanError, StateError
 from megatron_dynatrain.layout import ParallelLayout
 
 
-def members_of(source: ParallelLayout, target: ParallelLayout) -> tuple[int, ...]:
-    """Return the ranks that take part in a switch: those of either layout, ascending."""
-    return tuple(sorted({*source.ranks, *target.ranks}))
+def members_of(source: ParallelLayout, target: ParallelLayout, lost: Collection[int] = ()) -> tuple[int, ...]:
+    """Return the ranks that take part in a switch: those of either layout that are not lost, ascending."""
+    return tuple(sorted({*source.ranks, *target.ranks} - set(lost)))
 
 
 def check_ranks(processes: Collection[int], target: ParallelLayout) -> None:
@@ -28,3 +28,15 @@ def check_ranks(processes: Collection[int], target: ParallelLayout) -> None:
             expected=f"some of ranks {sorted(processes)}, in any order",
             got=f"ranks {unknown} of {target.describe()}",
         )
+
+
+def no_live_copy(error: PlanError, lost: Collection[int]) -> StateError:
+    """Return what it means that a plan has no source for some elements, where ranks are lost."""
+    return StateError(
+        f"a state has no live copy: it was on ranks {sorted(lost)}, which are gone ({error.message})",
+        phase="prepare",
+        subject=error.subject,
+        expected=error.expected,
+        got=error.got,
+        hint="start again from the last checkpoint; more --num-distributed-optimizer-instances keep copies",
+    )

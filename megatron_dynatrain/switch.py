@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import Literal
 
 import torch
@@ -25,10 +25,7 @@ from megatron_dynatrain.errors import (
     DynaTrainError,
     PlacementError,
     StateError,
-    SwitchAborted,
     SwitchFailure,
-    SwitchRefused,
-    TransferError,
     UnsupportedError,
 )
 from megatron_dynatrain.layout import ParallelLayout
@@ -37,6 +34,7 @@ from megatron_dynatrain.mcore.describe import describe_local, facts_of, merge, w
 from megatron_dynatrain.mcore.parallel_state import ParallelState
 from megatron_dynatrain.mcore.states import LiveState
 from megatron_dynatrain.membership import members_of
+from megatron_dynatrain.outcome import failure, timed, unexpected
 from megatron_dynatrain.preparation import Preparation
 from megatron_dynatrain.switch_types import BuildTarget, SwitchOptions, SwitchReport, Vocabulary, World
 from megatron_dynatrain.vps.placement import Placement
@@ -103,6 +101,7 @@ class Switcher:
         self.at_boundary = at_boundary or _nothing
         self.vocabulary = vocabulary
         self._attempts = 0
+        self._lost: set[int] = set()
         self._ahead: Preparation | None = None
         self._given_up: Preparation | None = None
         # A wait on a store's client blocks its other users, so the background thread has a client of its own.
@@ -193,9 +192,10 @@ class Switcher:
         if not preparation.done:
             self._given_up = preparation
 
-    def _attempt(self, layout: ParallelLayout) -> tuple[Attempt, Preparation | None]:
+    def _attempt(self, layout: ParallelLayout, lost: Collection[int]) -> tuple[Attempt, Preparation | None]:
         """Return the attempt that was prepared for this layout, else a new one."""
-        if self._ahead is not None and self._ahead.layout != layout:
+        self._lost |= set(lost)
+        if self._ahead is not None and (lost or self._ahead.layout != layout):
             self.cancel_preparation()
         preparation, self._ahead = self._ahead, None
         if preparation is not None:
@@ -204,21 +204,26 @@ class Switcher:
         self._attempts += 1
         self._call_others("switch", layout, apart=False)
         report = SwitchReport(self.world.layout, layout, verify=self.options.verify)
-        return Attempt(self, layout, report), None
+        return Attempt(self, layout, report, lost=self._lost & set(self.world.layout.ranks)), None
 
-    def switch(self, layout: ParallelLayout) -> SwitchReport:
+    def switch(self, layout: ParallelLayout, *, lost: Collection[int] = ()) -> SwitchReport:
         """Move the job to another layout; collective, called by every rank at an iteration boundary.
+
+        Args:
+            layout: The layout to go to.
+            lost: Ranks of the current world that are gone for good; the same on every rank that is left. What they
+                held is taken from replicas. A state without a live copy is named, and the switch refused.
 
         Raises:
             SwitchRefused: Before anything moved.
             SwitchAborted: After something moved; the old world is as it was.
                 Both carry the report as `report` and the first error as `__cause__`.
         """
-        attempt, preparation = self._attempt(layout)
+        attempt, preparation = self._attempt(layout, lost)
         report = attempt.report
         report.number = self.committed + 1
         try:
-            with _timed(report, "prepare_s"):
+            with timed(report, "prepare_s"):
                 if preparation is not None:
                     with self.council(layout).phase("prepare", "ahead"):
                         preparation.join(self.options.timeout)
@@ -226,26 +231,26 @@ class Switcher:
                     attempt.begin()
                     attempt.build_ahead()
                 attempt.take_over()
-            with _timed(report, "transfer_s"):
+            with timed(report, "transfer_s"):
                 attempt.transfer()
-            with _timed(report, "verify_s"):
+            with timed(report, "verify_s"):
                 attempt.verify()
         except Exception as caught:
-            error = caught if isinstance(caught, DynaTrainError) else _unexpected(caught, self.rank)
+            error = caught if isinstance(caught, DynaTrainError) else unexpected(caught, self.rank)
             (preparation or attempt).abort()
             if preparation is not None:
                 self._keep_if_running(preparation)
             report.outcome = "aborted" if attempt.moved else "refused"
             report.error = str(error)
-            raise _failure(report, error) from error
-        with _timed(report, "commit_s"):
+            raise failure(report, error) from error
+        with timed(report, "commit_s"):
             self._commit(attempt)
         report.outcome = "committed"
         return report
 
     def _commit(self, attempt: Attempt) -> None:
         """Make the target current and let go of the old world; local, every rank has agreed to it."""
-        with _timed(attempt.report, "swap_s"):
+        with timed(attempt.report, "swap_s"):
             before, self.world = self.world, attempt.world()
             self.world.parallel_state.swap_in()
             # A rank that leaves goes back to the group of the launch, which all processes keep.
@@ -267,8 +272,8 @@ class Switcher:
 
     @property
     def processes(self) -> tuple[int, ...]:
-        """Global ranks of all processes of the job, those outside of the current world too."""
-        return self._launch_order
+        """Global ranks of all processes of the job that are alive, those outside of the current world too."""
+        return tuple(rank for rank in self._launch_order if rank not in self._lost)
 
     @property
     def parked(self) -> bool:
@@ -303,8 +308,8 @@ class Switcher:
             if call.stage == "switch":
                 try:
                     return self.switch(call.target)
-                except SwitchFailure as failure:
-                    logger.error("rank %d stays outside: %s", self.rank, failure)
+                except SwitchFailure as refused:
+                    logger.error("rank %d stays outside: %s", self.rank, refused)
 
     def dismiss(self) -> None:
         """Tell every parked process that the job has ended; called by all ranks of the world, the first one tells."""
@@ -321,7 +326,7 @@ class Switcher:
 
     def _call_others(self, stage: Literal["prepare", "switch", "cancel"], layout: ParallelLayout, apart: bool) -> None:
         """Call the processes that a layout takes in; the first rank of the current world does it."""
-        if self.rank != self.world.layout.ranks[0]:
+        if self.rank != next(rank for rank in self.world.layout.ranks if rank not in self._lost):
             return
         outside = [rank for rank in layout.ranks if rank in self.processes and rank not in self.world.layout.ranks]
         call = Call(stage, self._attempts, apart, self.committed, self.world.layout, layout, self._description)
@@ -329,9 +334,11 @@ class Switcher:
 
     # --- all ranks together -------------------------------------------------------------------------------------------
 
-    def council(self, target: ParallelLayout | None = None, *, apart: bool = False) -> Council:
+    def council(
+        self, target: ParallelLayout | None = None, *, apart: bool = False, lost: Collection[int] = ()
+    ) -> Council:
         """Return what the ranks of the current attempt decide with: in the training thread, or in one beside it."""
-        members = members_of(self.world.layout, target or self.world.layout)
+        members = members_of(self.world.layout, target or self.world.layout, lost)
         if (apart, members) not in self._controls:
             kind = "apart" if apart else "control"
             digest = hashlib.sha1(repr(members).encode()).hexdigest()[:12]  # of thousands of ranks, perhaps
@@ -369,31 +376,5 @@ class Switcher:
         )
 
 
-def _unexpected(error: Exception, rank: int) -> DynaTrainError:
-    """Return an error that no part of the switch foresaw as one that says where it was."""
-    return TransferError(
-        f"{type(error).__name__}: {error}", rank=rank, hint=f"see the log of rank {rank}; this is a fault of the plugin"
-    )
-
-
 def _nothing(_: object) -> None:
     """Do nothing: the default of hooks."""
-
-
-@contextmanager
-def _timed(report: SwitchReport, name: str) -> Iterator[None]:
-    began = time.perf_counter()
-    try:
-        yield
-    finally:
-        setattr(report, name, time.perf_counter() - began)
-
-
-def _failure(report: SwitchReport, error: DynaTrainError) -> SwitchRefused | SwitchAborted:
-    kind = SwitchAborted if report.outcome == "aborted" else SwitchRefused
-    failure = kind(
-        f"the switch from {report.source.describe()} to {report.target.describe()} was {report.outcome}; "
-        f"training goes on with {report.source.describe()}: {error}"
-    )
-    failure.report = report
-    return failure

@@ -16,6 +16,7 @@ from megatron_dynatrain.mcore.optimizers import SharedValues
 from megatron_dynatrain.mcore.states import LiveState
 from megatron_dynatrain.vps.digest import digest_box, digest_key
 from megatron_dynatrain.vps.placement import WHOLE, Piece, Placement
+from megatron_dynatrain.vps.region import Box
 from megatron_dynatrain.vps.tensor import ITEMSIZE, ModelDescription, StateKind
 
 Key = tuple[str, StateKind]
@@ -56,26 +57,42 @@ class DigestTable:
 
     @classmethod
     def compute(
-        cls, placement: Placement, memory: Mapping[str, torch.Tensor], rank: int, *, skip: Iterable[StateKind] = ()
+        cls,
+        placement: Placement,
+        memory: Mapping[str, torch.Tensor],
+        rank: int,
+        *,
+        skip: Iterable[StateKind] = (),
+        once: bool = False,
     ) -> DigestTable:
-        """Digest this rank's state; local, reads every byte of it once."""
+        """Digest this rank's state; local, reads every byte of it once.
+
+        Args:
+            placement: What each rank holds.
+            memory: This rank's memory, by slab name.
+            rank: Global rank.
+            skip: States that are left out.
+            once: Count each box on the first rank that holds it only: where ranks are lost, some replicas are missing.
+        """
         skipped = frozenset(skip)
         shapes = placement.shapes()
+        counted: dict[Key, set[Box]] = {}
         sums: dict[Key, int] = {}
-        for piece in placement.pieces(rank):
-            if piece.state not in skipped:
-                key = (piece.tensor, piece.state)
-                value = piece_digest(piece, memory[piece.slab], shapes[piece.tensor])
-                sums[key] = (sums.get(key, 0) + value) % 2**64
         volumes: dict[Key, int] = {}
         holders: dict[Key, list[int]] = {}
-        for other in placement.layout.ranks:
+        for other in sorted(placement.ranks):
             for piece in placement.pieces(other):
-                if piece.state not in skipped:
-                    key = (piece.tensor, piece.state)
-                    volumes[key] = volumes.get(key, 0) + piece.box.numel
-                    if other not in holders.setdefault(key, []):
-                        holders[key].append(other)
+                key = (piece.tensor, piece.state)
+                if piece.state in skipped or (once and piece.box in counted.setdefault(key, set())):
+                    continue
+                if once:
+                    counted[key].add(piece.box)
+                volumes[key] = volumes.get(key, 0) + piece.box.numel
+                if other not in holders.setdefault(key, []):
+                    holders[key].append(other)
+                if other == rank:
+                    value = piece_digest(piece, memory[piece.slab], shapes[piece.tensor])
+                    sums[key] = (sums.get(key, 0) + value) % 2**64
         copies = {key: _whole_copies(key, volume, shapes[key[0]]) for key, volume in volumes.items()}
         return cls(sums, copies, {key: tuple(ranks) for key, ranks in holders.items()})
 

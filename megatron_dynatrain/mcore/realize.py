@@ -5,7 +5,7 @@ Megatron's objects keep their identity: only what they point to is replaced, so 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron_dynatrain.errors import StateError
 from megatron_dynatrain.mcore.build import is_hollow
 from megatron_dynatrain.mcore.inner_optimizers import realize_inner
+from megatron_dynatrain.vps.placement import Placement
+from megatron_dynatrain.vps.tensor import ModelDescription
 
 
 def buffers_of(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, Any]]:
@@ -93,3 +95,14 @@ def _realize_extra_gradients(buffer: Any) -> None:
         if hasattr(parameter, "main_grad_copy_in_grad_buffer"):
             parameter.main_grad = torch.empty_like(parameter.main_grad, memory_format=torch.contiguous_format)
             buffer.extra_main_grads.append(parameter.main_grad)
+
+
+def clear_padding(
+    description: ModelDescription, placement: Placement, memory: Mapping[str, torch.Tensor], rank: int
+) -> None:
+    """Fill a rank's tables of the vocabulary with zeros, where only their real rows are moved; local."""
+    specs = description.parameters
+    tables = {spec.name for spec in specs if any(segment.real_rows is not None for segment in spec.segments)}
+    for slab in placement.slabs(rank):
+        if slab.parameter in tables and slab.name in memory:
+            memory[slab.name].zero_()

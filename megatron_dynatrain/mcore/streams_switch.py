@@ -41,7 +41,15 @@ def streams_after(
     if not stays:
         return own
     wanted = coordinate_of(target, rank)
-    return next(streams for _, (owner, streams) in sorted(offered.items()) if owner == wanted)
+    for _, (coordinate, streams) in sorted(offered.items()):
+        if coordinate == wanted:
+            return streams  # type: ignore[no-any-return]
+    raise StateError(
+        "no rank is left that has the random streams of a coordinate",
+        rank=rank,
+        phase="verify",
+        subject=" ".join(f"{axis}={index}" for axis, index, _ in wanted),
+    )
 
 
 def check_streams(target: ParallelLayout, rank: int, expected: RandomStreams, *, gather: Gather) -> None:

@@ -114,7 +114,7 @@ class _Cutter:
         self._placements = (source, target)
         self._bounds = Bounds(source.layout, target.layout)
         self._budget = budget
-        ranks = sorted({*source.layout.ranks, *target.layout.ranks})
+        ranks = sorted({*source.ranks, *target.ranks})
         self._column = {rank: i for i, rank in enumerate(ranks)}
         self._columns: dict[tuple[int, ...], NDArray[np.intp]] = {}
         self._known: dict[object, tuple[int, int]] = {}

@@ -25,7 +25,7 @@ def state_bytes(placement: Placement, rank: int, skip_states: Collection[StateKi
 
 
 def _slab_bytes(placement: Placement, rank: int, skip_states: Collection[StateKind]) -> dict[str, int]:
-    if rank not in placement.layout.ranks:
+    if rank not in placement.ranks:
         return {}
     return {
         slab.name: slab.numel * ITEMSIZE[slab.dtype] for slab in placement.slabs(rank) if slab.state not in skip_states
@@ -52,7 +52,7 @@ def minimum_received_bytes(
 
 def _pieces_by_key(placement: Placement, rank: int) -> dict[tuple[str, StateKind], list[Piece]]:
     found: dict[tuple[str, StateKind], list[Piece]] = {}
-    if rank in placement.layout.ranks:
+    if rank in placement.ranks:
         for piece in placement.pieces(rank):
             found.setdefault((piece.tensor, piece.state), []).append(piece)
     return found

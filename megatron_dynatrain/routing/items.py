@@ -90,7 +90,7 @@ class PieceIndex:
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
-        self.ranks = frozenset(placement.layout.ranks)
+        self.ranks = frozenset(placement.ranks)
         self._tensor: str | None = None
         self._held: dict[StateKind, list[tuple[int, Piece]]] = {}
 

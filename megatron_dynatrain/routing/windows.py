@@ -185,7 +185,7 @@ class _Planner:
         skip_states: Collection[StateKind],
     ) -> None:
         description = _common_description(source, target)
-        self.ranks = tuple(sorted({*source.layout.ranks, *target.layout.ranks}))
+        self.ranks = tuple(sorted({*source.ranks, *target.ranks}))
         self._source, self._target = PieceIndex(source), PieceIndex(target)
         self._budget = budget or WindowBudget()
         self._node_of = node_of

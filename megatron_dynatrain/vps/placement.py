@@ -99,7 +99,8 @@ class Placement:
         policy: How Megatron lays parameters out in buffers.
         real_only: Whether pieces leave out padding rows of the vocabulary, because another layout has more or less of
             them. Slabs and buffers have them anyway.
-        outside: Ranks outside of the layout that may be asked for: they join or leave in a switch, and hold nothing.
+        outside: Ranks that hold nothing: those outside of the layout that join or leave in a switch, and may be asked
+            for, and those of the layout that are lost.
 
     Raises:
         LayoutError: The model doesn't fit the layout; some misfits show only when a rank is asked for.
@@ -125,6 +126,11 @@ class Placement:
         self._keys: dict[int, tuple[_PartKey, ...]] = {}
         self._pieces: dict[int, tuple[Piece, ...]] = {}
         self._holders: dict[tuple[int, int | None], tuple[int, ...]] = {}
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks that hold something: those of the layout in its order, but for lost ones."""
+        return tuple(rank for rank in self.layout.ranks if rank not in self._outside)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every logical tensor as its pieces cover it, by key."""
@@ -165,12 +171,12 @@ class Placement:
     def _ranks_at(self, pp: int, ep: int | None) -> tuple[int, ...]:
         if not self._holders:  # all places in one pass: a large expert grid has thousands
             found: dict[tuple[int, int | None], list[int]] = {}
-            for rank in sorted(self.layout.ranks):
+            for rank in sorted(self.ranks):
                 at = self.layout.coordinate(rank, expert=True)
                 for place in ((at["pp"], at["ep"]), (at["pp"], None)):
                     found.setdefault(place, []).append(rank)
             self._holders.update((place, tuple(ranks)) for place, ranks in found.items())
-        return self._holders[pp, ep]
+        return self._holders.get((pp, ep), ())  # none where all are lost
 
     def _parts_of(self, rank: int) -> Iterator[_Part]:
         if rank in self._outside:

@@ -99,6 +99,7 @@ class CaseJob:
             context_parallel_size=layout.cp,
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=layout.etp,
+            num_distributed_optimizer_instances=layout.instances,
             order=layout.order,
         )
         tensor_parallel.model_parallel_cuda_manual_seed(SEED, force_reset_rng=True)
@@ -130,9 +131,9 @@ class CaseJob:
         """The current layout."""
         return self.switcher.world.layout
 
-    def switch(self, layout: ParallelLayout) -> SwitchReport:
+    def switch(self, layout: ParallelLayout, **others: Any) -> SwitchReport:
         """Switch; collective."""
-        return self.switcher.switch(layout)
+        return self.switcher.switch(layout, **others)
 
     def gather(self) -> LogicalState | None:
         """Return the whole state on rank 0; collective."""
@@ -166,7 +167,11 @@ class CaseJob:
             )
             model = self._make_model(config)
             wrapped = Float16Module(config, model) if any(half.values()) else model
-            ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+            ddp = DistributedDataParallelConfig(
+                use_distributed_optimizer=True,
+                grad_reduce_in_fp32=True,
+                num_distributed_optimizer_instances=layout.instances,
+            )
             chunk = DistributedDataParallel(config, ddp, wrapped)
             settings = OptimizerConfig(
                 optimizer="adam",

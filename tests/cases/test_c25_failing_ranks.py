@@ -1,7 +1,4 @@
-"""C25 at a fixed world: a rank that raises, or that is late, stops the switch on every rank, and the job goes on.
-
-(a) and (d) need ranks that leave.
-"""
+"""C25: a rank that raises, is late or dies stops the switch on every rank; the job goes on, without the dead one."""
 
 from __future__ import annotations
 
@@ -139,3 +136,95 @@ def test_c25c_a_late_rank_is_named_within_the_limit(ranks: RankPool, where: str,
     assert re.search(r"missing ranks \[6\]|(from|to) rank 6\b", text), text
     assert {record["outcome"] for record in found} == {outcome}
     assert all(record["seconds"] < LIMIT + 10 for record in found), [record["seconds"] for record in found]
+
+
+# --- a rank that dies -------------------------------------------------------------------------------------------------
+
+VICTIM = 5
+BETWEEN = ParallelLayout.for_world([0, 1, 2, 3], tp=2)  # what is left to train on
+
+
+def _kill(context: RankContext, instances: int) -> dict[str, Any]:
+    """Rank 5 is killed after its first window; the others look at what is left and go on without it."""
+    import dataclasses
+    import os
+    import signal
+
+    from megatron_dynatrain.errors import SwitchFailure
+    from megatron_dynatrain.routing.windows import WindowBudget
+    from megatron_dynatrain.switch import SwitchOptions
+    from tests.cases.job import CaseJob
+    from tests.cases.models import BARE_SHAPE, bare
+
+    job = CaseJob(
+        context,
+        BEFORE.replace(instances=instances),
+        bare(weight=((8, 96), 0), other=((16, 64), 1)),
+        shape={**BARE_SHAPE, "num_attention_heads": 8},
+        options=SwitchOptions(timeout=LIMIT, budget=WindowBudget(bytes=4096)),
+    )
+    job.step(1.0)
+    job.step(-0.5)
+    whole = job.gather()
+
+    def die(phase: str) -> None:
+        if phase == "transfer/window 0" and context.rank == VICTIM:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    job.on_phase = die
+    mine, began = _bits(job), time.monotonic()
+    with pytest.raises(SwitchFailure) as failure:
+        job.switch(AFTER)
+    cause: Any = failure.value.__cause__
+    found: dict[str, Any] = {
+        "seconds": time.monotonic() - began,
+        "error": (failure.value.report.outcome, cause.phase, str(cause)),
+        "same": _bits(job) == mine and job.layout == BEFORE.replace(instances=instances),
+    }
+    try:
+        report = job.switch(BETWEEN, lost=[VICTIM])
+    except SwitchFailure as refused:
+        found["without it"] = (refused.report.outcome, str(refused.__cause__), _bits(job) == mine)
+        return found
+    found["without it"] = (report.outcome, job.layout.describe(), job.switcher.parked)
+    if not job.switcher.parked:
+        now = job.gather()
+        if whole is not None:
+            found["differences"] = whole.differences(now)
+        found["step"] = job.step(1.0)[0]
+        with pytest.raises(SwitchFailure, match="ranks that the job doesn't have"):
+            job.switch(dataclasses.replace(BEFORE))
+    return found
+
+
+def _survivors(ranks: RankPool, instances: int) -> list[dict[str, Any]]:
+    found = ranks.run(WORLD, _kill, instances, may_die=[VICTIM], timeout=90)
+    assert found[VICTIM] is None
+    left = [record for record in found if record is not None]
+    assert len(left) == WORLD - 1
+    for record in left:
+        outcome, phase, text = record["error"]
+        assert (outcome, phase) == ("aborted", "transfer")
+        assert re.search(r"missing ranks \[5\]|ranks \[5\] have not come|(from|to) rank 5\b", text), text
+        assert record["same"]
+        assert record["seconds"] < LIMIT + 10
+    return left
+
+
+def test_c25a_c25d_a_killed_rank_whose_state_has_copies_is_left_behind(ranks: RankPool) -> None:
+    left = _survivors(ranks, instances=2)
+    assert [record["without it"] for record in left] == [
+        ("committed", "tp2 dp2", rank >= 4) for rank in (0, 1, 2, 3, 4, 6, 7)
+    ]
+    assert left[0]["differences"] == []
+    assert [record["step"] for record in left[:4]] == [True] * 4
+
+
+def test_c25a_c25d_a_killed_rank_with_the_only_copy_of_a_shard_is_named(ranks: RankPool) -> None:
+    left = _survivors(ranks, instances=1)
+    texts = {record["without it"] for record in left}
+    assert len(texts) == 1, texts
+    outcome, text, same = texts.pop()
+    assert (outcome, same) == ("refused", True)
+    assert re.search(r"no live copy.*ranks \[5\].*subject: (weight|other) \((exp_avg|exp_avg_sq)\)", text), text
+    assert "last checkpoint" in text

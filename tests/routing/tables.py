@@ -28,7 +28,8 @@ class TablePlacement:
         self, description: ModelDescription, ranks: Sequence[int], table: Mapping[int, Sequence[tuple[str, Box]]]
     ) -> None:
         self.description = description
-        self.layout = ParallelLayout(dp=len(ranks), ranks=tuple(ranks))
+        self.ranks = tuple(ranks)
+        self.layout = ParallelLayout(dp=len(ranks), ranks=self.ranks)
         dtype = {spec.name: spec.dtype for spec in description.parameters}
         self._pieces = {
             rank: tuple(
