@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from tests.ranks.pretrain import PretrainRun
 
 SEQUENCE = 16
+STEPS = f"--step-batch-size-schedule 0:8,{40 * SEQUENCE}:16"
+"""Megatron's own: 8 samples an iteration, and 16 from 40 samples on, which is after iteration 5."""
+
 _REPLACED = {"--global-batch-size", "--train-iters", "--lr-warmup-iters", "--lr-decay-iters", "--vocab-size"}
 
 
@@ -51,25 +54,62 @@ def seen(steps: Sequence[StepRecord]) -> list[tuple[float, ...]]:
     return [(step.iteration, step.consumed_samples, step.loss, step.grad_norm, step.lr) for step in steps]
 
 
-def test_a_change_at_samples_is_megatrons_own_step_schedule(ranks: RankPool, corpus: Path) -> None:
+@pytest.fixture(scope="module")
+def stepped(ranks: RankPool, corpus: Path) -> list[StepRecord]:
+    """Return the steps of Megatron's own step schedule."""
+    return all_steps(ranks.pretrain(2, flags(corpus, STEPS, "--train-samples 120 --lr-decay-samples 120")))
+
+
+def test_a_change_at_samples_is_megatrons_own_step_schedule(
+    ranks: RankPool, corpus: Path, stepped: list[StepRecord]
+) -> None:
     length = "--train-samples 120 --lr-decay-samples 120"
-    schedule = f"--step-batch-size-schedule 0:8,{40 * SEQUENCE}:16"
-    reference = ranks.pretrain(2, [*flags(corpus, "", length), *schedule.split()])
     run = run_switched(ranks, 2, flags(corpus, "--global-batch-size 8", length), {5: {"global_batch_size": 16}})
     assert [record.outcome for record in run.switches] == ["committed"]
     assert [step.consumed_samples for step in run.steps] == [0, 8, 16, 24, 32, 40, 56, 72, 88, 104]
-    assert seen(run.steps) == seen(all_steps(reference))
+    assert seen(run.steps) == seen(stepped)
+
+
+def assert_same_training(steps: Sequence[StepRecord], reference: Sequence[StepRecord]) -> None:
+    """Check that steps under other layouts have the samples and rates of a reference, and its losses to rounding."""
+    assert [step.iteration for step in steps] == [step.iteration for step in reference]
+    assert [step.consumed_samples for step in steps] == [step.consumed_samples for step in reference]
+    assert [step.lr for step in steps] == [step.lr for step in reference]
+    assert [step.loss for step in steps] == pytest.approx([step.loss for step in reference], rel=1e-6)
+
+
+def test_layouts_change_under_megatrons_step_schedule_also_after_a_resume(ranks: RankPool, corpus: Path) -> None:
+    length = "--train-samples 110 --lr-decay-samples 120"  # the last iteration begins with 104
+    reference = all_steps(ranks.pretrain(2, flags(corpus, STEPS, length)))
+    assert [step.consumed_samples for step in reference] == [0, 8, 16, 24, 32, 40, 56, 72, 88, 104]
+    saved = ranks.scratch("stepped")
+    argv = [*flags(corpus, STEPS, length), *checkpoint_args(save=saved, interval=6)]
+    run = run_switched(ranks, 2, argv, {3: {"pp": 2}, 7: {"pp": 1}}, hooks=(mend_checkpoints,))
+    assert [(record.target, record.outcome) for record in run.switches] == [("pp2", "committed"), ("dp2", "committed")]
+    assert_same_training(run.steps, reference)
+
+    argv = [*flags(corpus, STEPS, length, pp=2), *checkpoint_args(load=saved), "--ckpt-step", "6"]
+    resumed = run_switched(ranks, 2, argv, {8: {"pp": 1}}, hooks=(mend_checkpoints,))
+    assert [(record.target, record.outcome) for record in resumed.switches] == [("dp2", "committed")]
+    assert_same_training(resumed.steps, reference[6:])
+
+
+def test_layouts_change_under_a_step_schedule_of_a_training_in_iterations(
+    ranks: RankPool, corpus: Path, stepped: list[StepRecord]
+) -> None:
+    # Megatron's rates are of 60 iterations of micro-batch x dp = 2 samples; the samples that it asks for are only 20.
+    argv = flags(corpus, STEPS, "--train-iters 10 --lr-decay-iters 60")
+    run = run_switched(ranks, 2, argv, {3: {"pp": 2}, 5: {"pp": 1}})  # the second at the very step
+    assert [(record.target, record.outcome) for record in run.switches] == [("pp2", "committed"), ("dp2", "committed")]
+    assert_same_training(run.steps, stepped)
 
 
 def test_a_length_in_iterations_uses_each_sample_once_also_under_another_layout(ranks: RankPool, corpus: Path) -> None:
-    schedule = f"--train-samples 120 --lr-decay-samples 80 --step-batch-size-schedule 0:8,{40 * SEQUENCE}:16"
-    reference = all_steps(ranks.pretrain(2, flags(corpus, "", schedule)))
+    reference = all_steps(ranks.pretrain(2, flags(corpus, STEPS, "--train-samples 120 --lr-decay-samples 80")))
     argv = flags(corpus, "--global-batch-size 8", "--train-iters 10 --lr-decay-iters 10")
     run = run_switched(ranks, 2, argv, {5: layout_keys(pp=2, global_batch_size=16)})
     assert [(record.target, record.outcome) for record in run.switches] == [("pp2", "committed")]
-    assert [step.consumed_samples for step in run.steps] == [step.consumed_samples for step in reference]
-    assert [step.lr for step in run.steps] == [step.lr for step in reference]
-    assert [step.loss for step in run.steps] == pytest.approx([step.loss for step in reference], rel=1e-6)
+    assert_same_training(run.steps, reference)
 
 
 def test_a_smaller_batch_is_a_relaunch_with_a_smaller_batch(ranks: RankPool, corpus: Path) -> None:
