@@ -173,3 +173,23 @@ def test_a_return_that_fails_leaves_the_rank_parked_and_it_can_come_back(ranks: 
     assert results[2]["dismissed"]
     assert results[2]["cpu"] < 0.3  # of a core, with a refused and a committed switch in it
     assert [found["threads"] for found in results] == [[]] * 3
+
+
+def documented(context: RankContext) -> tuple[int, bool]:
+    """Do what docs/elastic.md shows."""
+    import re
+    from pathlib import Path
+
+    from megatron_dynatrain.layout import ParallelLayout
+    from tests.ranks.core_job import CoreJob, Sizes
+
+    text = (Path(__file__).resolve().parents[2] / "docs" / "elastic.md").read_text()
+    block = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "join_next" in block)
+    job = CoreJob(Sizes(), ParallelLayout.for_world(context.world))
+    job.step()
+    exec(block, {"switcher": job.switcher})
+    return job.switcher.committed, job.switcher.parked
+
+
+def test_the_documented_loop(ranks: RankPool) -> None:
+    assert ranks.run(4, documented) == [(2, False)] * 4
