@@ -13,6 +13,7 @@ import pytest
 from megatron_dynatrain.errors import LayoutError, ScheduleError, UnsupportedError
 from megatron_dynatrain.layout import ParallelLayout, PipelineSplit
 from megatron_dynatrain.schedule.batches import BatchSchedule
+from megatron_dynatrain.schedule.clock import Clock
 from megatron_dynatrain.training.arguments import (
     DynamicOptions,
     add_dynamic_parallelism_args,
@@ -24,6 +25,7 @@ from megatron_dynatrain.training.arguments import (
     validate_options,
 )
 from megatron_dynatrain.training.refusals import REFUSALS
+from megatron_dynatrain.training.schedule import clock_of
 
 
 def parse(*flags: str, **others: Any) -> Namespace:
@@ -287,6 +289,10 @@ def test_a_schedule_of_batch_sizes_takes_the_place_of_a_size() -> None:
     args.step_batch_size_schedule = "0:8 640:16"
     assert [batch_schedule(args).size_at(samples) for samples in (39, 40)] == [8, 16]
     assert not batch_schedule(args).fixed
+    args.consumed_train_samples = 56
+    assert clock_of(args, 6) == Clock(iteration=6, samples=56, batches=batch_schedule(args))
+    args.consumed_train_samples, args.step_batch_size_schedule = 0, None  # an old checkpoint doesn't say it
+    assert clock_of(args, 6) == Clock(iteration=6, samples=48, batches=batch_schedule(args))
 
 
 def test_neither_torch_nor_megatron_is_imported() -> None:

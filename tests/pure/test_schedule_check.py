@@ -292,10 +292,10 @@ def test_a_batch_that_shrinks_under_a_layout_is_refused_as_megatron_stops_there(
 
 
 def test_a_batch_size_beside_a_schedule_of_them_is_refused() -> None:
-    assert problems_of("at_iteration: 5, to: {tp: 2, global_batch_size: 30}", **STEPS) == [
+    assert problems_of("at_iteration: 5, to: {tp: 2, global_batch_size: 31}", **STEPS) == [
         "s.yaml:3 switches[0].to.global_batch_size: there are two batch sizes (at_iteration: 5); expected:"
         " global_batch_size in layouts or --step-batch-size-schedule, not both;"
-        " got: 30 beside --step-batch-size-schedule"
+        " got: 31 beside --step-batch-size-schedule"
     ]
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from megatron_dynatrain.requests import read_status
+from tests.ranks.asking import Ask, run_asked
 from tests.ranks.context import RankContext
 from tests.ranks.dynamic import all_steps, layout_keys, run_switched
 from tests.ranks.gpt_args import checkpoint_args, gpt_args
@@ -110,6 +112,18 @@ def test_a_length_in_iterations_uses_each_sample_once_also_under_another_layout(
     run = run_switched(ranks, 2, argv, {5: layout_keys(pp=2, global_batch_size=16)})
     assert [(record.target, record.outcome) for record in run.switches] == [("pp2", "committed")]
     assert_same_training(run.steps, reference)
+
+
+def test_a_request_is_checked_for_the_batch_sizes_to_come(ranks: RankPool, corpus: Path) -> None:
+    argv = flags(corpus, STEPS, "--train-samples 392 --lr-decay-samples 392")
+    asks = [Ask(2, {"micro_batch_size": 8}), Ask(5, {"global_batch_size": 32}), Ask(6, {"micro_batch_size": 8})]
+    run = run_asked(ranks, 2, argv, asks)
+    assert [reply.stage for reply in run.replies] == ["refused", "refused", "committed"]
+    assert "a multiple of micro batch 8 x dp 2 = 16; got: 8 (step 0:8 of" in (run.replies[0].error or "")
+    assert "global_batch_size in layouts or --step-batch-size-schedule, not both" in (run.replies[1].error or "")
+    assert [step.consumed_samples for step in run.steps] == [*range(0, 40, 8), *range(40, 392, 16)]
+    status = read_status(run.directory)
+    assert (status.micro_batch_size, status.global_batch_size) == (8, 16)
 
 
 def test_a_smaller_batch_is_a_relaunch_with_a_smaller_batch(ranks: RankPool, corpus: Path) -> None:
