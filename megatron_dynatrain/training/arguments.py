@@ -75,7 +75,8 @@ def add_dynamic_parallelism_args(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument(
         "--dynamic-parallelism-dir",
         metavar="DIR",
-        help="Directory of reports (switches.jsonl). Default: `dynatrain` under --save, or ./dynatrain.",
+        help="Directory of reports (switches.jsonl, status.json) and of requests to the running job. Default: "
+        "`dynatrain` under --save, or ./dynatrain.",
     )
     group.add_argument(
         "--dynamic-parallelism-memory",

@@ -17,20 +17,26 @@ from tests.ranks.pool import RankPool
 if TYPE_CHECKING:
     from tests.ranks.pretrain import PretrainRun
 
-_SMALL: dict[str, Any] = {"layers": 4, "hidden": 32, "seq": 32, "global_batch": 4}
+_SMALL: dict[str, Any] = {"layers": 2, "hidden": 32, "seq": 32, "global_batch": 4}
 
 
 def look(run: PretrainRun) -> None:
-    """Note in `extra` the threads of the plugin and the groups, before each step and after the training."""
+    """Note in `extra` the plugin's threads, the groups, the store's keys and the open files, before each step."""
+    from torch.distributed import distributed_c10d
+
     from megatron_dynatrain.elastic.groups import live_groups
     from megatron_dynatrain.training.loop import Segments
 
-    seen = run.record.extra.setdefault("threads", [])
+    seen = run.record.extra.setdefault("seen", [])
 
     def names() -> list[str]:
         return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("dynatrain"))
 
-    run.before_step.append(lambda *_: seen.append((names(), live_groups())))
+    def counts(*_: Any) -> None:
+        keys = distributed_c10d._get_default_store().num_keys()
+        seen.append((names(), live_groups(), keys, len(list(Path("/proc/self/fd").iterdir()))))
+
+    run.before_step.append(counts)
     stock = Segments.train
 
     def train(self: Segments, *args: Any, **kwargs: Any) -> Any:
@@ -55,7 +61,7 @@ def test_a_request_is_done_as_a_planned_switch_at_the_same_iteration_bit_for_bit
     assert asked.steps == planned.steps
     for rank, found in enumerate(asked.ranks):
         listening = ["dynatrain-requests", *(["dynatrain-status"] if rank == 0 else [])]
-        assert found.extra["threads"][0][0] == listening
+        assert found.extra["seen"][0][0] == listening
         assert found.extra["after"] == []
     status = read_status(asked.directory)
     assert (status.state, status.layout, status.iteration) == ("ended", "pp2", 30)
@@ -83,16 +89,25 @@ def test_what_does_not_fit_is_refused_and_the_job_is_unharmed(ranks: RankPool) -
     assert run.steps == run_switched(ranks, 2, argv, {4: layout_keys(pp=2)}, ahead=0).steps
 
 
-def test_two_requests_at_once_are_served_in_order(ranks: RankPool) -> None:
-    argv = gpt_args(tp=2, **_SMALL, train_iters=60)
-    asks = [Ask(2, layout_keys(pp=2)), Ask(2, {"tp": 2, "pp": 1, "global_batch_size": 8})]
-    run = run_asked(ranks, 2, argv, asks)
-    assert [(record.target, record.outcome) for record in run.switches] == [("pp2", "committed"), ("tp2", "committed")]
-    assert [record.trigger for record in run.switches] == [f"request {name}" for name in run.names]
-    assert [reply.stage for reply in run.replies] == ["committed", "committed"]
+def test_requests_at_once_are_served_in_order_and_leave_nothing(ranks: RankPool) -> None:
+    argv = gpt_args(tp=2, **_SMALL, train_iters=120)
+    there, back = layout_keys(pp=2), {"tp": 2, "pp": 1, "global_batch_size": 8}
+    asks = [Ask(2, there), Ask(2, back), Ask(2, {"tp": 5}), Ask(2, there), Ask(2, back)]
+    run = run_asked(ranks, 2, argv, asks, hooks=(look,))
+    names = [name for number, name in enumerate(run.names) if number != 2]
+    assert [(record.target, record.trigger, record.outcome) for record in run.switches] == [
+        (layout, f"request {name}", "committed") for name, layout in zip(names, ["pp2", "tp2"] * 2, strict=True)
+    ]
+    assert [reply.stage for reply in run.replies] == ["committed", "committed", "refused", "committed", "committed"]
     samples = [after.consumed_samples - before.consumed_samples for before, after in pairwise(run.steps)]
-    switched = run.switches[1].iteration
-    assert samples == [4] * switched + [8] * (len(samples) - switched)
+    _, second, _, last = (record.iteration for record in run.switches)
+    assert samples == [4] * second + [8] * (len(samples) - second)
+    for record in run.ranks:
+        counts = [seen[1:] for seen in record.extra["seen"]]
+        then, now = (
+            [min(column) for column in zip(*part, strict=True)] for part in (counts[second:][:5], counts[last:])
+        )
+        assert [name for name, a, b in zip(("groups", "keys", "files"), then, now, strict=True) if b > a] == []
 
 
 def test_a_planned_switch_goes_first_and_the_later_ones_go_on_as_written(ranks: RankPool) -> None:
