@@ -1,4 +1,4 @@
-"""How a switch ends: seconds of its parts, and the error that the caller gets."""
+"""How a switch ends: seconds of its parts, the error that the caller gets, the record."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megatron_dynatrain.errors import DynaTrainError, SwitchAborted, SwitchRefused, TransferError
+from megatron_dynatrain.records import SwitchRecord
 from megatron_dynatrain.switch_types import SwitchReport
 
 
@@ -36,3 +37,29 @@ def failure(report: SwitchReport, error: DynaTrainError) -> SwitchRefused | Swit
     )
     outcome.report = report
     return outcome
+
+
+def record_of(report: SwitchReport, *, trigger: str, iteration: int, stall_s: float) -> SwitchRecord:
+    """Return the record of a switch from its report."""
+    return SwitchRecord(
+        iteration=iteration,
+        source=report.source.describe(),
+        target=report.target.describe(),
+        trigger=trigger,
+        outcome=report.outcome,
+        error=report.error,
+        ahead_s=report.ahead_s,
+        prepare_s=report.prepare_s,
+        stall_s=stall_s,
+        transfer_s=report.transfer_s,
+        moved_bytes=report.moved_bytes,
+        minimum_bytes=report.minimum_bytes,
+        local_bytes=report.local_bytes,
+        max_send_bytes=report.max_send_bytes,
+        max_recv_bytes=report.max_recv_bytes,
+        windows=report.windows,
+        peak_bytes=report.peak_bytes,
+        peak_step_bytes=report.peak_step_bytes,
+        memory_mode=report.memory_mode,
+        verify=report.verify,
+    )

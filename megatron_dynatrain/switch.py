@@ -9,7 +9,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import torch
@@ -42,6 +42,9 @@ from megatron_dynatrain.vps.tensor import ModelDescription
 
 logger = logging.getLogger(__name__)
 
+OnCall = Callable[[Call], AbstractContextManager[object]]
+"""Gives a context for what a parked process does because of a call."""
+
 __all__ = ["SwitchOptions", "SwitchReport", "Switcher", "Vocabulary", "World"]
 
 
@@ -69,6 +72,7 @@ class Switcher:
         committed: Number of switches committed so far.
         refusal: Why no switch of this job is possible, by the name of a state that nobody can move. Every switch is
             then refused with it, and the job trains on. None in a healthy job.
+        note: Gives what the processes that are called into the world are told besides; see `elastic.calls.Call`.
         on_phase: Called with the name of each phase as it begins, for tests and for progress.
     """
 
@@ -95,6 +99,7 @@ class Switcher:
         self.world = World(layout, list(chunks), optimizer, ParallelState.capture())
         self.device = next((parameter.device for chunk in chunks for parameter in chunk.parameters()), None)
         self.committed = 0
+        self.note: Callable[[], object] = lambda: None
         self.on_phase: Callable[[str], None] = _nothing
         self.build = build
         self.model_fits = model_fits or _nothing
@@ -280,7 +285,9 @@ class Switcher:
         """Whether this process is outside of the current world: it holds no state and can only `join_next`."""
         return self.rank not in self.world.layout.ranks
 
-    def join_next(self, seconds: float | None = None) -> SwitchReport | None:
+    def join_next(
+        self, seconds: float | None = None, *, inside: OnCall | None = None, around: OnCall | None = None
+    ) -> SwitchReport | None:
         """Wait until this parked process is in the world again; it sleeps while it waits.
 
         The ranks of the world call it by a `switch` to a layout that it is in. A switch that fails leaves it parked,
@@ -288,6 +295,8 @@ class Switcher:
 
         Args:
             seconds: Longest wait; None waits until the job ends.
+            inside: Gives what the thread that prepares the target is inside of, for a call.
+            around: Gives what the switch itself is inside of, for a call.
 
         Returns:
             The report of the switch by which it joined; None where the time is up or the job has ended.
@@ -304,10 +313,11 @@ class Switcher:
             if self._ahead is None:
                 self._learn(call)
                 if call.apart:
-                    self.prepare_ahead(call.target)
+                    self.prepare_ahead(call.target, inside=inside(call) if inside is not None else None)
             if call.stage == "switch":
                 try:
-                    return self.switch(call.target)
+                    with around(call) if around is not None else nullcontext():
+                        return self.switch(call.target)
                 except SwitchFailure as refused:
                     logger.error("rank %d stays outside: %s", self.rank, refused)
 
@@ -329,8 +339,8 @@ class Switcher:
         if self.rank != next(rank for rank in self.world.layout.ranks if rank not in self._lost):
             return
         outside = [rank for rank in layout.ranks if rank in self.processes and rank not in self.world.layout.ranks]
-        call = Call(stage, self._attempts, apart, self.committed, self.world.layout, layout, self._description)
-        self._calls.send(outside, call)
+        state = self.world.layout, layout, self._description
+        self._calls.send(outside, Call(stage, self._attempts, apart, self.committed, *state, self.note()))
 
     # --- all ranks together -------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megatron_dynatrain.errors import StateError
+from megatron_dynatrain.errors import StateError, UnsupportedError
 from megatron_dynatrain.requests import PHASES, LayoutRequest, Preparing
 from megatron_dynatrain.schedule.ask import check_asked, read_asked
 from megatron_dynatrain.schedule.check import ModelSizes
@@ -54,6 +54,14 @@ class JobFront:
         if self._job.switcher.refusal is not None:
             raise self._job.switcher.refusal
         current = self._job.current
+        outside = sorted(set(self._job.switcher.processes) - set(current.target.layout.ranks))
+        if outside:
+            raise UnsupportedError(
+                "requests are not served while ranks are outside of the layout",
+                phase="check",
+                subject=f"ranks {outside}",
+                hint="let the schedule bring them back first",
+            )
         switch = check_asked(asked, current.target, self._model, *self._batches_to_come())
         check_provider(self._job.provider, [switch.target.layout.vpp])
         return switch, current.version

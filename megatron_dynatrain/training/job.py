@@ -17,8 +17,8 @@ from megatron_dynatrain.errors import StateError, SwitchFailure
 from megatron_dynatrain.layout import ParallelLayout
 from megatron_dynatrain.mcore.follow import model_config, reset_microbatches
 from megatron_dynatrain.model_fit import check_model_fit
+from megatron_dynatrain.outcome import record_of
 from megatron_dynatrain.records import (
-    SwitchRecord,
     append_record,
     format_line,
     tensorboard_scalars,
@@ -32,10 +32,11 @@ from megatron_dynatrain.training.builder import ModelBuilder
 from megatron_dynatrain.training.data import DataIterators, Datasets, Provider, check_provider, rebuild, stock_builder
 from megatron_dynatrain.training.front import JobFront, Progress
 from megatron_dynatrain.training.live import LiveRequests
+from megatron_dynatrain.training.outside import JobState, Outside, progress_of
 from megatron_dynatrain.training.schedule import clock_of
 from megatron_dynatrain.training.thread_args import ThreadArguments
 from megatron_dynatrain.training.world_args import ArgumentChange, values_for
-from megatron_dynatrain.training.writers import follow_last_rank
+from megatron_dynatrain.training.writers import close_writer, follow_last_rank
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +107,7 @@ class DynamicJob:
     due: PlannedSwitch | None = None
     progress: Progress = field(default_factory=Progress)
     _order: Order | None = None
+    _begun: PlannedSwitch | None = None
     _live: LiveRequests = field(init=False)
     _thread_args: ThreadArguments | None = None
     _datasets: Datasets | None = None
@@ -139,6 +141,7 @@ class DynamicJob:
         )
         check_provider(self.provider, [switch.target.layout.vpp for switch in self.pending])
         self.switcher.on_phase = self.progress.note
+        self.switcher.note = self._note
         self._live = LiveRequests(
             JobFront(self, self.schedule, model_sizes(args, args.padded_vocab_size), clock_of(args, args.iteration)),
             store=self.switcher.store,
@@ -215,6 +218,7 @@ class DynamicJob:
 
     def _prepare(self, target: Target, what: PlannedSwitch | Order) -> None:
         self.progress.begin()
+        self._begun = what if isinstance(what, PlannedSwitch) else what.switch
         self._thread_args = ThreadArguments(values_for(target, self.switcher.rank))
         self.switcher.prepare_ahead(target.layout, inside=self._thread_args.seen())
         self.ahead = what
@@ -223,6 +227,8 @@ class DynamicJob:
         """Listen no more and drop what was being prepared: no step follows; local, at one boundary on every rank."""
         self._live.stop()
         self.switcher.cancel_preparation()
+        if not self.switcher.parked:
+            self.switcher.dismiss()
         self._thread_args = self._datasets = self.ahead = None
 
     # --- the switch ---------------------------------------------------------------------------------------------------
@@ -243,10 +249,64 @@ class DynamicJob:
             self._write(failure.report, str(switch.trigger), iteration, time.perf_counter() - self._boundary)
             self._over(switch, failure.report, order, iteration)
             return False
-        self._follow(target, args, context)
+        if self.switcher.parked:
+            self._leave(target, context)
+        else:
+            self._follow(target, args, context)
         self._stalled = _Pending(report, str(switch.trigger), iteration, self._boundary)
         self._over(switch, report, order, iteration)
         return True
+
+    def _note(self) -> JobState:
+        """Return what a process that comes back must know; on the rank that calls it, between two steps."""
+        args = get_args()
+        coming = self.due or self._begun
+        if coming is None:
+            raise StateError("a process is called although no switch is due", rank=self.switcher.rank)
+        return JobState(
+            target=coming.target,
+            progress=progress_of(args),
+            trigger=str(coming.trigger),
+            num_steps=self.roles.scheduler.num_steps,
+            pending=len(self.pending),
+            planned=self.is_planned(coming),
+            version=self.current.version,
+            train_iters=self.train_iters,
+        )
+
+    def wait_outside(self, context: dict[str, Any]) -> bool:
+        """Wait, in a process that has left, until it is in the layout again; False where the training has ended."""
+        args = get_args()
+
+        def prepared(seen: ThreadArguments) -> None:
+            self._thread_args = seen
+
+        back = Outside(self.switcher, args, prepared).wait()
+        if back is None:
+            return False
+        report, state = back
+        planned = len(self.pending) - state.pending + (1 if state.planned else 0)
+        del self.pending[:planned]
+        self.current = Current(self.current.target, state.version)
+        self.completed, self.train_iters = int(args.iteration), state.train_iters
+        self._boundary = time.perf_counter()
+        self._follow(state.target, args, context)
+        self.roles.scheduler.num_steps = state.num_steps
+        self._stalled = _Pending(report, state.trigger, self.completed, self._boundary)
+        return True
+
+    def _leave(self, target: Target, context: dict[str, Any]) -> None:
+        """Let go of everything of the world that this process has left; local."""
+        self.layout = target.layout
+        self.current = Current(target, self.current.version + 1)
+        self._thread_args = self._datasets = self._new_data = None
+        context.clear()
+        self.model.clear()
+        self.roles.optimizer = self.roles.scheduler.optimizer = self.roles.config = None
+        self.roles.data.close()
+        self.roles.data = DataIterators(None, None, None)
+        close_writer()
+        print(f"[dynatrain] rank {self.switcher.rank} has left the layout and waits", flush=True)
 
     def _over(self, switch: PlannedSwitch, report: SwitchReport, order: Order | None, iteration: int) -> None:
         """Take a switch off the list, and tell who asked for it."""
@@ -305,7 +365,9 @@ class DynamicJob:
 
     def _write(self, report: SwitchReport, trigger: str, iteration: int, stall: float) -> None:
         record = record_of(report, trigger=trigger, iteration=iteration, stall_s=stall)
-        if self.switcher.rank == 0:
+        # A rank that has just come back knows nothing of the stall.
+        stayed = set(report.source.ranks) & set(self.layout.ranks) or self.layout.ranks
+        if self.switcher.rank == min(stayed):
             try:
                 append_record(self.options.directory, record)
             except OSError as error:  # the switch is done: a full disk must not end the job
@@ -328,29 +390,3 @@ def _check_fit(layout: ParallelLayout) -> None:
     args = get_args()
     sizes = model_sizes(args, args.padded_vocab_size)
     check_model_fit(layout, micro_batch_size=args.micro_batch_size, **dataclasses.asdict(sizes))
-
-
-def record_of(report: SwitchReport, *, trigger: str, iteration: int, stall_s: float) -> SwitchRecord:
-    """Return the record of a switch from its report."""
-    return SwitchRecord(
-        iteration=iteration,
-        source=report.source.describe(),
-        target=report.target.describe(),
-        trigger=trigger,
-        outcome=report.outcome,
-        error=report.error,
-        ahead_s=report.ahead_s,
-        prepare_s=report.prepare_s,
-        stall_s=stall_s,
-        transfer_s=report.transfer_s,
-        moved_bytes=report.moved_bytes,
-        minimum_bytes=report.minimum_bytes,
-        local_bytes=report.local_bytes,
-        max_send_bytes=report.max_send_bytes,
-        max_recv_bytes=report.max_recv_bytes,
-        windows=report.windows,
-        peak_bytes=report.peak_bytes,
-        peak_step_bytes=report.peak_step_bytes,
-        memory_mode=report.memory_mode,
-        verify=report.verify,
-    )

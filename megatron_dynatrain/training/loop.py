@@ -174,6 +174,11 @@ class Segments:
         self._losses = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in self._losses.items()}
         if not job.change_layout(iteration, context):
             self._reenter_same(job.roles.config, model)
+        elif job.switcher.parked:
+            self._losses = {}
+            if not job.wait_outside(context):
+                print(f"[dynatrain] rank {job.switcher.rank} was outside when the training ended", flush=True)
+                raise SystemExit(0)
         self._keep_length(job)
 
     def _keep_length(self, job: DynamicJob) -> None:

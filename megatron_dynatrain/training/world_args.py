@@ -10,7 +10,7 @@ _MISSING = object()
 
 
 def values_for(target: Target, rank: int) -> dict[str, object]:
-    """Return the arguments that a layout sets on a process, by Megatron's names.
+    """Return the arguments that a layout sets on a process, by Megatron's names; one outside of it keeps its rank.
 
     Args:
         target: The layout with its batch sizes; `--eval-global-batch-size` stays that of the launch.
@@ -18,10 +18,11 @@ def values_for(target: Target, rank: int) -> dict[str, object]:
     """
     layout, split = target.layout, target.layout.split
     batch = {} if target.global_batch_size is None else {"global_batch_size": target.global_batch_size}
+    place = {"rank": layout.ranks.index(rank)} if rank in layout.ranks else {}
     return {
         **batch,
+        **place,
         "world_size": layout.world_size,
-        "rank": layout.ranks.index(rank),
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp,

@@ -20,3 +20,11 @@ def follow_last_rank(args: Namespace) -> None:
         megatron_globals._GLOBAL_TENSORBOARD_WRITER = None
     elif writer is None and last and getattr(args, "tensorboard_dir", None):
         megatron_globals._set_tensorboard_writer(args)
+
+
+def close_writer() -> None:
+    """Close the TensorBoard writer of a process that leaves the layout; local."""
+    writer = megatron_globals._GLOBAL_TENSORBOARD_WRITER
+    if writer is not None:
+        writer.close()
+        megatron_globals._GLOBAL_TENSORBOARD_WRITER = None
