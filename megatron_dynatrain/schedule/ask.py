@@ -84,6 +84,14 @@ def check_asked(
                 raise ScheduleProblemsError(problems)
     except ScheduleProblemsError as error:
         raise _in_words_of_request(error) from None
+    if set(switch.target.layout.ranks) != set(current.layout.ranks):
+        raise ScheduleError(
+            "a request can't change which ranks take part yet",
+            subject="--to ranks",
+            expected=f"ranks {sorted(current.layout.ranks)}, in any order",
+            got=list(switch.target.layout.ranks),
+            hint="a switch of the schedule can",
+        )
     if _sizes(switch.target) == _sizes(current):
         raise ScheduleError("already so: the job trains under this layout", got=switch.target.describe())
     return switch

@@ -257,19 +257,18 @@ def _fit_problems(
 
 
 def _unsupported(schedule: Schedule, switch: SwitchSpec, target: Target, launch: Target) -> list[Problem]:
-    """Return the keys a layout writes that no switch can follow yet; what it inherits was complained of before."""
+    """Return the ranks that a layout writes and the job doesn't have; those it inherits were complained of before."""
     named = switch.layout.named()
-    found = []
-    if not set(target.layout.ranks) <= set(launch.layout.ranks) and named.get("ranks") is not None:
-        found.append(("ranks", "ranks of the launch layout, in any order"))
+    unknown = sorted(set(target.layout.ranks) - set(launch.layout.ranks))
+    if not unknown or named.get("ranks") is None:
+        return []
     return [
         schedule.source.problem(
-            (*switch.layout_path, key),
-            f"a switch of {key} is not supported yet",
-            expected=expected,
-            got=str(named[key]),
+            (*switch.layout_path, "ranks"),
+            f"the job has no ranks {unknown}",
+            expected="ranks of the launch layout, in any order; those left out wait outside",
+            got=str(named["ranks"]),
         )
-        for key, expected in found
     ]
 
 

@@ -168,11 +168,13 @@ def test_iterations_and_samples_are_compared_as_boundaries(second: str, got: str
     check("at_iteration: 5, to: {tp: 2}\nat_samples: 121, to: {tp: 3}")
 
 
-def test_keys_that_are_read_but_not_supported_yet_are_refused() -> None:
-    assert problems_of("at_iteration: 5, to: {ranks: [0, 1]}") == [
-        "s.yaml:3 switches[0].to.ranks: a switch of ranks is not supported yet;"
-        " expected: all ranks of the launch layout, in any order; got: [0, 1]"
+def test_ranks_that_the_job_does_not_have_are_refused_and_some_of_those_it_has_are_not() -> None:
+    assert problems_of("at_iteration: 5, to: {ranks: [0, 99, 1]}")[:1] == [
+        "s.yaml:3 switches[0].to.ranks: the job has no ranks [99];"
+        " expected: ranks of the launch layout, in any order; those left out wait outside; got: [0, 99, 1]"
     ]
+    (switch,) = check("at_iteration: 5, to: {tp: 1, ranks: [3, 1]}")
+    assert (switch.target.layout.ranks, switch.target.layout.dp) == ((3, 1), 2)
 
 
 def test_batch_sizes_are_chained_and_those_of_the_launch_are_filled_in() -> None:
@@ -330,7 +332,7 @@ def test_everything_that_is_wrong_is_told_at_once_each_on_its_line() -> None:
 
 def test_every_size_that_a_layout_does_not_divide_is_told() -> None:
     problems = problems_of(
-        "at_iteration: 5, to: {tp: 3, micro_batch_size: 4, ranks: [0, 1, 2, 3, 4, 5]}\n"
+        "at_iteration: 5, to: {tp: 3, micro_batch_size: 4, ranks: [0, 1, 2, 3, 4, 99]}\n"
         "at_iteration: 9, to: {tp: 1, ranks: null}",
         num_query_groups=4,
         ffn_hidden_size=64,
@@ -340,7 +342,7 @@ def test_every_size_that_a_layout_does_not_divide_is_told() -> None:
     )
     expected = [
         ("launch flags global_batch_size", "the model doesn't fit"),
-        ("s.yaml:3 switches[0].to.ranks", "a switch of ranks is not supported yet"),
+        ("s.yaml:3 switches[0].to.ranks", "the job has no ranks [99]"),
         ("s.yaml:3 switches[0].to.tp", "num_query_groups (at_iteration: 5)"),
         ("s.yaml:3 switches[0].to.tp", "ffn_hidden_size (at_iteration: 5)"),
         ("s.yaml:3 switches[0].to", "global_batch_size (at_iteration: 5)"),
