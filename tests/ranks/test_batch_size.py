@@ -89,6 +89,8 @@ def test_layouts_change_under_megatrons_step_schedule_also_after_a_resume(ranks:
     run = run_switched(ranks, 2, argv, {3: {"pp": 2}, 7: {"pp": 1}}, hooks=(mend_checkpoints,))
     assert [(record.target, record.outcome) for record in run.switches] == [("pp2", "committed"), ("dp2", "committed")]
     assert_same_training(run.steps, reference)
+    # Megatron saves where the batch grows too; a switch alone is no such place
+    assert sorted(path.name for path in saved.glob("iter_*")) == [f"iter_{place:07}" for place in (5, 6, 10)]
 
     argv = [*flags(corpus, STEPS, length, pp=2), *checkpoint_args(load=saved), "--ckpt-step", "6"]
     resumed = run_switched(ranks, 2, argv, {8: {"pp": 1}}, hooks=(mend_checkpoints,))
