@@ -107,9 +107,8 @@ class Attempt:
         return council
 
     def _leave(self) -> None:
-        """Leave the attempt's groups after a failure: who waits in one of them for this rank fails now, not later."""
-        self.release_transport()
-        self._groups.destroy()
+        """Let go of the target after a failure: who waits in one of its groups for this rank fails now, not later."""
+        self._drop(abort=True)
 
     # --- prepare ------------------------------------------------------------------------------------------------------
 
@@ -355,17 +354,17 @@ class Attempt:
         """Return the group of all ranks of the target, in its order; local, it exists since prepare."""
         return self._groups.group()
 
-    def release_transport(self) -> None:
+    def release_transport(self, *, abort: bool = False) -> None:
         """Destroy the groups of the transfer; local. Ranks that still wait in one of them fail at once."""
         if self._transport is not None:
             self._transport.close()
         self._host_group = None
         self._replica_groups = []
-        self._transfer_groups.destroy()
+        self._transfer_groups.destroy(abort=abort)
 
-    def close(self) -> None:
+    def close(self, *, abort: bool = False) -> None:
         """Let go of the transfer's groups and of all that refers to source and target; local."""
-        self.release_transport()
+        self.release_transport(abort=abort)
         self._source = self._target = None
 
     def abort(self) -> None:
@@ -373,20 +372,22 @@ class Attempt:
         try:
             if self._streams is not None:
                 self._streams.restore()
-            self.close()
-            if self._optimizer is not None:
-                teardown.release_optimizer(self._optimizer)
-            if self._chunks:
-                teardown.release_model(self._chunks)
-                self._chunks.clear()
-            self._optimizer = None
-            if self._parallel_state is not None:
-                self._parallel_state.destroy()
-            self._groups.destroy()
-            teardown.collect()
+            self._drop(abort=True)
         finally:
             if self._streams is not None:  # the boundary was reached: gradients are dead, and may be released
                 states.restore_gradients(self._job.world.chunks)
+
+    def _drop(self, *, abort: bool) -> None:
+        """Let go of the target and of all that refers to it: a group's connections close with the last reference."""
+        self.close(abort=abort)
+        teardown.release_optimizer(self._optimizer)
+        teardown.release_model(self._chunks)
+        self._chunks.clear()
+        self._optimizer = None
+        if self._parallel_state is not None:
+            self._parallel_state.destroy(abort=abort)
+        self._groups.destroy(abort=abort)
+        teardown.collect()
 
     def _memory(self, live: LiveState) -> dict[str, torch.Tensor]:
         return live.memory(moments=not self._skip)

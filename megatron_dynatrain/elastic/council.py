@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -56,6 +57,7 @@ class Council:
         except Exception as caught:
             logger.debug("rank %d: %s/%s failed", rank, phase, name, exc_info=True)
             error = caught
+            traceback.clear_frames(caught.__traceback__)  # their variables would keep groups open
             self.on_failure()
         try:
             self._control.decide(self._vote, error, phase=phase, seconds=self._seconds)

@@ -129,7 +129,7 @@ class WorldGroups:
         """Number of distinct groups that this rank is a member of."""
         return len(self._groups)
 
-    def destroy(self) -> None:
+    def destroy(self, *, abort: bool = False) -> None:
         """Destroy every group of this world and what this rank wrote to meet the others; not collective.
 
         Safe to call twice. Every member has met the others by then, or never will: a group is destroyed after a commit
@@ -137,7 +137,7 @@ class WorldGroups:
         """
         groups = dict(self._groups)
         self._groups.clear()
-        destroy_groups(list(groups.values()))
+        destroy_groups(list(groups.values()), abort=abort)
         delete_keys(self.store, self._keys)
         self._keys.clear()
 
@@ -154,10 +154,15 @@ def delete_keys(store: Store, keys: Sequence[str]) -> None:
             store.delete_key(key)
 
 
-def destroy_groups(groups: Sequence[object]) -> int:
+def destroy_groups(groups: Sequence[object], *, abort: bool = False) -> int:
     """Destroy the given process groups once each, the default group excepted, and return how many were destroyed.
 
-    Not collective. Groups that are already gone, None and `NON_GROUP_MEMBER` are passed over.
+    Not collective. Groups that are already gone, None and `NON_GROUP_MEMBER` are passed over. gloo closes a group's
+    connections when the last reference to it goes.
+
+    Args:
+        groups: The groups.
+        abort: Whether operations may be in flight that will never end, as a peer has failed: NCCL would wait for them.
     """
     world = distributed_c10d._world
     destroyed = 0
@@ -167,6 +172,8 @@ def destroy_groups(groups: Sequence[object]) -> int:
         if world.pg_map.get(group) is None:  # type: ignore[call-overload]
             continue
         tag = world.pg_to_tag.get(group)  # type: ignore[call-overload]
+        if abort and "nccl" in str(world.pg_map[group][0]):  # type: ignore[index]
+            group.abort()  # type: ignore[attr-defined]
         dist.destroy_process_group(group)  # type: ignore[arg-type]
         # torch leaves an empty list under the tag of every group that ever was.
         if tag is not None and not world.tags_to_pg.get(tag, [None]):

@@ -115,14 +115,14 @@ class ParallelState:
                     found.setdefault(id(item), item)
         return list(found.values())
 
-    def destroy(self) -> int:
+    def destroy(self, *, abort: bool = False) -> int:
         """Destroy the groups of this state and forget them; not collective. Returns the number destroyed."""
         if not self._alive:
             return 0
         self._alive = False
-        destroyed = destroy_groups(self.process_groups())
+        destroyed = destroy_groups(self.process_groups(), abort=abort)
         if self.groups is not None:
-            self.groups.destroy()
+            self.groups.destroy(abort=abort)
         self.values.clear()
         self.shadow = None
         return destroyed

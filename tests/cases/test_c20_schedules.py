@@ -87,7 +87,8 @@ def spies(run: PretrainRun) -> None:
             return change(job, *args, **kwargs)
         finally:
             state["where"] = "outside"
-            run.record.extra["right after"] = _numbers(job.roles.optimizer, job.roles.scheduler)
+            if job.roles.optimizer is not None:  # a rank that has left has none
+                run.record.extra["right after"] = _numbers(job.roles.optimizer, job.roles.scheduler)
 
     DynamicJob.change_layout = change_layout  # type: ignore[method-assign]
     run.record.extra["steps"] = []
@@ -128,3 +129,19 @@ def test_c20_schedules_and_loss_scale_go_on(ranks: RankPool) -> None:
         assert record.steps[10].lr == pytest.approx(5.0e-4)
         assert record.steps[10].adam_steps == (11,)
         assert record.steps[10].consumed_samples == 120
+
+
+def test_c20_on_a_world_that_grows(ranks: RankPool) -> None:
+    """The case as it stands, dp2 -> dp3: the third rank is outside until the tenth iteration is done."""
+    switches = {1: layout_keys(ranks=[0, 1]), 10: layout_keys(ranks=[0, 1, 2])}
+    run = run_switched(ranks, 3, _argv(), switches, hooks=(spies,))
+    assert [(r.source, r.target, r.outcome) for r in run.switches] == [
+        ("dp3", "dp2", "committed"),
+        ("dp2", "dp3", "committed"),
+    ]
+    for record in run.ranks:
+        expected = {"num_steps": 120, "scale": [1024.0], "growth tracker": [3]}
+        expected |= {"lr": [pytest.approx(5.0e-4)], "weight decay": [pytest.approx(0.06)]}
+        assert record.extra["steps"][-1] == expected
+        assert record.steps[-1].lr == pytest.approx(5.0e-4)
+        assert (record.steps[-1].adam_steps, record.steps[-1].consumed_samples) == ((11,), 120)

@@ -85,6 +85,32 @@ def test_an_error_beside_training_refuses_the_switch_on_every_rank_and_the_next_
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
+def fail_inside_the_build(run: PretrainRun) -> None:
+    """Raise on rank 1 where the others go on to gather over all ranks: in the background, and then at the boundary."""
+    import megatron.training.training as megatron_training
+
+    stock, rank = megatron_training.get_megatron_optimizer, run.context.rank
+    calls: list[int] = []
+
+    def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if rank == 1 and len(calls) in (2, 3):
+            raise ValueError("no optimizer")
+        return stock(*args, **kwargs)
+
+    megatron_training.get_megatron_optimizer = get_megatron_optimizer
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_ranks_that_wait_for_one_that_failed_do_not_wait_for_the_deadline(ranks: RankPool, ahead: int) -> None:
+    argv = gpt_args(tp=2, **_SMALL, train_iters=11)
+    switches = {3: layout_keys(pp=2), 6: layout_keys(pp=2), 9: layout_keys(pp=2)}
+    hooks = (fail_inside_the_build,)
+    run = run_switched(ranks, 2, argv, switches, hooks=hooks, ahead=ahead, timeout=300, limit=60)
+    assert [record.outcome for record in run.switches] == ["refused", "refused", "committed"]
+    assert all("[rank 1, phase prepare] ValueError: no optimizer" in str(r.error) for r in run.switches[:2])
+
+
 def look_from_both_threads(run: PretrainRun) -> None:
     """Note in `extra` what the background thread and another one see of the layout, while a target is built."""
     import torch.distributed as dist
