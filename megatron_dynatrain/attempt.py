@@ -10,7 +10,7 @@ import torch
 
 from megatron_dynatrain.elastic.council import Council
 from megatron_dynatrain.elastic.groups import WorldGroups, default_group
-from megatron_dynatrain.errors import DynaTrainError, PlanError, StateError
+from megatron_dynatrain.errors import DynaTrainError, MissingSourceError, StateError
 from megatron_dynatrain.layout import ParallelLayout
 from megatron_dynatrain.mcore import buffers, states, teardown
 from megatron_dynatrain.mcore.build import untouched_random_streams
@@ -64,6 +64,7 @@ class Attempt:
 
     Attributes:
         report: As given.
+        refused: What the first vote is to fail with.
         moved: Whether bytes may have moved: a failure is then an abort and not a refusal.
         description: The model as the target has it.
         council: What this attempt decides with: while it builds apart, not that of the training thread.
@@ -98,17 +99,13 @@ class Attempt:
         self._chunks: list[torch.nn.Module] = []
         self._optimizer: object = None
         self._skip: tuple[StateKind, ...] = ()
-        self._refused: Exception | None = None
+        self.refused: DynaTrainError | None = None
         self.moved = False
 
     def _council(self, *, apart: bool = False) -> Council:
         council = self._job.council(self._layout, apart=apart, lost=self._lost)
-        council.on_failure = self._leave
+        council.on_failure = self._drop  # who waits for this rank in one of its groups fails now, not later
         return council
-
-    def _leave(self) -> None:
-        """Let go of the target after a failure: who waits in one of its groups for this rank fails now, not later."""
-        self._drop(abort=True)
 
     # --- prepare ------------------------------------------------------------------------------------------------------
 
@@ -118,14 +115,14 @@ class Attempt:
             self._source = LiveState(self._job.world.chunks, self._job.world.optimizer, rank=self.rank)
             self._steps = sorted(self._source.steps())
         except DynaTrainError as error:
-            self._refused = error
+            self.refused = error
 
     def build_ahead(self) -> None:
         """Check, build the target without values, plan, and let all pairs agree; nothing of the source is touched."""
         job, council = self._job, self.council
         with council.phase("prepare", "fit"):
-            if self._refused is not None:
-                raise self._refused
+            if self.refused is not None:
+                raise self.refused
             check_ranks(job.processes, self._layout)
             job.model_fits(self._layout)
             self.description = job.description_at(self._layout)
@@ -154,7 +151,9 @@ class Attempt:
             self._target.check(self._after, moments=not self._skip)
             self._plan = self._route(self._before, self._after)
         with council.phase("prepare", "pairs"):
-            agree_on_pairs(self._plan, self._transport, deadline=self._deadline())
+            # On the host: beside training, no second thread may use the GPU's communicators.
+            host = TorchTransport(self._host_group, rank=self.rank, ranks=self._transfer_groups.ranks)
+            agree_on_pairs(self._plan, host, deadline=self._deadline())
 
     def take_over(self) -> None:
         """Make what was built ready for the transfer, at the boundary and in the thread that trains."""
@@ -165,6 +164,7 @@ class Attempt:
             step = self._step_of_the_job()
             parts = council.gather("optimizer", SharedValues.of(self._source.optimizer))
             self._shared = SharedValues.merged(part for _, part in sorted(parts.items()))
+            self.report.shared = council.gather("of the loop", job.share())
         if bool(self._skip) == (step is not None):  # the job made its first step while this was built
             self._skip = () if step is not None else self.description.made_by_first_step
             self._agree_on_plan()
@@ -227,6 +227,7 @@ class Attempt:
             self._chunks, self._optimizer = self._job.build(self._layout)
             # Here, as a model's sharded_state_dict asks the live parallel state where its layers stand.
             self._target = LiveState(self._chunks, self._optimizer, rank=self.rank)
+        self._target.check_device(self._job.device)
         states.release_gradients(self._chunks)
 
     @contextmanager
@@ -259,7 +260,7 @@ class Attempt:
     def _route(self, before: Placement, after: Placement) -> RankPlan:
         try:
             return plan_rank(before, after, self.rank, budget=self._job.options.budget, skip_states=self._skip)
-        except PlanError as error:
+        except MissingSourceError as error:
             if not self._lost:
                 raise
             raise no_live_copy(error, self._lost) from error
@@ -269,8 +270,8 @@ class Attempt:
         held = _nbytes(self._memory(self._source)), _nbytes(self._memory(self._target))
         row = (plan.sent_bytes, plan.received_bytes, plan.local_bytes, plan.minimum_received_bytes)
         peak = held[0] + held[1] + plan.staging_bytes
-        step_peak = held[0] + states.gradient_bytes(self._source.chunks)
-        rows = self.council.gather("totals", (*row, peak, step_peak))
+        step = held[0] + states.gradient_bytes(self._source.chunks)
+        rows = self.council.gather("totals", (*row, peak, step))
         self.report.add_totals(list(rows.values()), windows=len(plan.windows))
 
     # --- transfer, verify ---------------------------------------------------------------------------------------------
@@ -344,11 +345,10 @@ class Attempt:
 
     def world(self) -> World:
         """Return the finished target; local."""
-        if not self._stays:
-            return World(self._layout, [], None, ParallelState.of_no_world())
-        if self._parallel_state is None:
+        state = self._parallel_state if self._stays else ParallelState.of_no_world()
+        if state is None:
             raise StateError("a world was asked for before it was built", rank=self.rank)
-        return World(self._layout, self._chunks, self._optimizer, self._parallel_state)
+        return World(self._layout, self._chunks, self._optimizer, state)
 
     def world_group(self) -> object:
         """Return the group of all ranks of the target, in its order; local, it exists since prepare."""
@@ -372,21 +372,21 @@ class Attempt:
         try:
             if self._streams is not None:
                 self._streams.restore()
-            self._drop(abort=True)
+            self._drop()
         finally:
             if self._streams is not None:  # the boundary was reached: gradients are dead, and may be released
                 states.restore_gradients(self._job.world.chunks)
 
-    def _drop(self, *, abort: bool) -> None:
+    def _drop(self) -> None:
         """Let go of the target and of all that refers to it: a group's connections close with the last reference."""
-        self.close(abort=abort)
+        self.close(abort=True)
         teardown.release_optimizer(self._optimizer)
         teardown.release_model(self._chunks)
         self._chunks.clear()
         self._optimizer = None
         if self._parallel_state is not None:
-            self._parallel_state.destroy(abort=abort)
-        self._groups.destroy(abort=abort)
+            self._parallel_state.destroy(abort=True)
+        self._groups.destroy(abort=True)
         teardown.collect()
 
     def _memory(self, live: LiveState) -> dict[str, torch.Tensor]:

@@ -98,6 +98,10 @@ class PlanError(DynaTrainError):
     """No plan exists: an element without a source, or a budget too small to move one row."""
 
 
+class MissingSourceError(PlanError):
+    """Some elements of a state are on no rank that could send them."""
+
+
 class AgreementError(DynaTrainError):
     """The ranks don't agree on what they are about to do."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from megatron_dynatrain.errors import LayoutError, PlanError, StateError
+from megatron_dynatrain.errors import LayoutError, MissingSourceError, StateError
 from megatron_dynatrain.layout import ParallelLayout
 
 
@@ -30,7 +30,7 @@ def check_ranks(processes: Collection[int], target: ParallelLayout) -> None:
         )
 
 
-def no_live_copy(error: PlanError, lost: Collection[int]) -> StateError:
+def no_live_copy(error: MissingSourceError, lost: Collection[int]) -> StateError:
     """Return what it means that a plan has no source for some elements, where ranks are lost."""
     return StateError(
         f"a state has no live copy: it was on ranks {sorted(lost)}, which are gone ({error.message})",

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from megatron_dynatrain.errors import DeadlineError
+from megatron_dynatrain.transport.device import current_gpu, use_gpu
 
 if TYPE_CHECKING:
     from megatron_dynatrain.attempt import Attempt
@@ -42,6 +43,7 @@ class Preparation:
         self._report = report
         self._inside = inside or nullcontext()
         self._after = after
+        self._gpu = current_gpu()
         self._error: BaseException | None = None
         attempt.begin()
         self._thread = threading.Thread(target=self._run, name="dynatrain-prepare", daemon=True)
@@ -50,8 +52,9 @@ class Preparation:
     def _run(self) -> None:
         began = time.perf_counter()
         try:
+            use_gpu(self._gpu)
             if self._after is not None:
-                self._after._thread.join()  # bounded by the deadlines of its own waits
+                self._after._thread.join()  # its waits have deadlines; opening data has none
                 self._after.abort()
                 self._after = None
             with self._inside:

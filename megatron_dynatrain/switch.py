@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Literal
 
 import torch
@@ -25,7 +24,6 @@ from megatron_dynatrain.errors import (
     DynaTrainError,
     PlacementError,
     StateError,
-    SwitchFailure,
     UnsupportedError,
 )
 from megatron_dynatrain.layout import ParallelLayout
@@ -35,15 +33,13 @@ from megatron_dynatrain.mcore.parallel_state import ParallelState
 from megatron_dynatrain.mcore.states import LiveState
 from megatron_dynatrain.membership import members_of
 from megatron_dynatrain.outcome import failure, timed, unexpected
+from megatron_dynatrain.parking import OnCall, join_next
 from megatron_dynatrain.preparation import Preparation
 from megatron_dynatrain.switch_types import BuildTarget, SwitchOptions, SwitchReport, Vocabulary, World
 from megatron_dynatrain.vps.placement import Placement
 from megatron_dynatrain.vps.tensor import ModelDescription
 
 logger = logging.getLogger(__name__)
-
-OnCall = Callable[[Call], AbstractContextManager[object]]
-"""Gives a context for what a parked process does because of a call."""
 
 __all__ = ["SwitchOptions", "SwitchReport", "Switcher", "Vocabulary", "World"]
 
@@ -72,6 +68,7 @@ class Switcher:
         committed: Number of switches committed so far.
         refusal: Why no switch of this job is possible, by the name of a state that nobody can move. Every switch is
             then refused with it, and the job trains on. None in a healthy job.
+        share: Gives something small and picklable of this rank that all ranks get with the report of a switch.
         note: Gives what the processes that are called into the world are told besides; see `elastic.calls.Call`.
         on_phase: Called with the name of each phase as it begins, for tests and for progress.
     """
@@ -100,6 +97,7 @@ class Switcher:
         self.device = next((parameter.device for chunk in chunks for parameter in chunk.parameters()), None)
         self.committed = 0
         self.note: Callable[[], object] = lambda: None
+        self.share: Callable[[], object] = lambda: None
         self.on_phase: Callable[[str], None] = _nothing
         self.build = build
         self.model_fits = model_fits or _nothing
@@ -174,6 +172,7 @@ class Switcher:
         if self._ahead is not None:
             raise StateError("a layout is being prepared already", rank=self.rank, got=self._ahead.layout.describe())
         self._attempts += 1
+        self._reap()
         self._call_others("prepare", layout, apart=True)
         report = SwitchReport(self.world.layout, layout, verify=self.options.verify)
         self._ahead = Preparation(Attempt(self, layout, report, apart=True), layout, report, inside, self._given_up)
@@ -209,7 +208,22 @@ class Switcher:
         self._attempts += 1
         self._call_others("switch", layout, apart=False)
         report = SwitchReport(self.world.layout, layout, verify=self.options.verify)
-        return Attempt(self, layout, report, lost=self._lost & set(self.world.layout.ranks)), None
+        attempt = Attempt(self, layout, report, lost=self._lost & set(self.world.layout.ranks))
+        if self._reap() is not None:
+            attempt.refused = StateError(
+                "a preparation that was given up has not ended yet",
+                rank=self.rank,
+                phase="prepare",
+                hint="it opens data sets or builds a model: see why that takes so long, and ask again later",
+            )
+        return attempt, None
+
+    def _reap(self) -> Preparation | None:
+        """Let go of what a preparation that was given up has left, once it has ended; return one that has not."""
+        if self._given_up is not None and self._given_up.done:
+            self._given_up.abort()
+            self._given_up = None
+        return self._given_up
 
     def switch(self, layout: ParallelLayout, *, lost: Collection[int] = ()) -> SwitchReport:
         """Move the job to another layout; collective, called by every rank at an iteration boundary.
@@ -301,46 +315,36 @@ class Switcher:
         Returns:
             The report of the switch by which it joined; None where the time is up or the job has ended.
         """
-        end = None if seconds is None else time.monotonic() + seconds
-        while True:
-            call = self._calls.next(None if end is None else max(0.0, end - time.monotonic()))
-            if call is None or call.stage == "end":
-                self.cancel_preparation()
-                return None
-            if call.stage == "cancel":
-                self.cancel_preparation()
-                continue
-            if self._ahead is None:
-                self._learn(call)
-                if call.apart:
-                    self.prepare_ahead(call.target, inside=inside(call) if inside is not None else None)
-            if call.stage == "switch":
-                try:
-                    with around(call) if around is not None else nullcontext():
-                        return self.switch(call.target)
-                except SwitchFailure as refused:
-                    logger.error("rank %d stays outside: %s", self.rank, refused)
+        return join_next(self, self._calls, seconds, inside, around)
 
     def dismiss(self) -> None:
         """Tell every parked process that the job has ended; called by all ranks of the world, the first one tells."""
-        if self.rank == self.world.layout.ranks[0]:
+        if self.rank == self._first:
             outside = [rank for rank in self.processes if rank not in self.world.layout.ranks]
             self._calls.send(outside, Call("end"))
 
-    def _learn(self, call: Call) -> None:
+    @property
+    def _first(self) -> int:
+        """The rank of the world that speaks to those outside of it."""
+        return next(rank for rank in self.world.layout.ranks if rank not in self._lost)
+
+    def learn(self, call: Call) -> None:
         """Take over what happened while this process was outside; local."""
         self._attempts = call.attempt - 1
         self.committed = call.committed
+        self._lost |= call.lost
         self._description = call.description
         self.world = World(call.source, [], None, self.world.parallel_state)
 
     def _call_others(self, stage: Literal["prepare", "switch", "cancel"], layout: ParallelLayout, apart: bool) -> None:
         """Call the processes that a layout takes in; the first rank of the current world does it."""
-        if self.rank != next(rank for rank in self.world.layout.ranks if rank not in self._lost):
+        if self.rank != self._first:
             return
         outside = [rank for rank in layout.ranks if rank in self.processes and rank not in self.world.layout.ranks]
         state = self.world.layout, layout, self._description
-        self._calls.send(outside, Call(stage, self._attempts, apart, self.committed, *state, self.note()))
+        self._calls.send(
+            outside, Call(stage, self._attempts, apart, self.committed, *state, frozenset(self._lost), self.note())
+        )
 
     # --- all ranks together -------------------------------------------------------------------------------------------
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -72,6 +72,7 @@ class SwitchReport:
 
     `ahead_s` is the preparation beside training, `prepare_s` the part of it for which training stood;
     `swap_s` is the part of `commit_s` in which the new world becomes the current one, the rest lets go of the old one.
+    `shared` is what each rank gave by `Switcher.share`.
     """
 
     source: ParallelLayout
@@ -95,6 +96,7 @@ class SwitchReport:
     peak_step_bytes: int = 0
     memory_mode: str = "safe"
     verify: str = "digest"
+    shared: Mapping[int, Any] = field(default_factory=dict)
 
     def add_totals(self, rows: Sequence[tuple[int, ...]], *, windows: int) -> None:
         """Fill in the bytes from what each rank has: (sent, received, local, least, peak, peak of a step); pure."""

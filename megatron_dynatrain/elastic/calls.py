@@ -17,8 +17,8 @@ from megatron_dynatrain.elastic.groups import delete_keys
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-_SLICE_S = 5.0
-"""Seconds of one wait in the store; the rank sleeps in it."""
+_SLICE_S = 86400.0
+"""Seconds of one wait in the store; the rank sleeps in it. torch logs a warning whenever such a wait runs out."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Call:
         source: The layout of the current world.
         target: The layout to go to.
         description: The model, as it is under the source.
+        lost: Ranks that are gone for good.
         note: What else the caller wants the rank to know; picklable.
     """
 
@@ -44,6 +45,7 @@ class Call:
     source: Any = None
     target: Any = None
     description: Any = None
+    lost: frozenset[int] = frozenset()
     note: Any = None
 
 

@@ -153,10 +153,10 @@ class ControlPlane:
                 if time.monotonic() < end and not failed:
                     continue
                 raise DeadlineError(
-                    f"rank {rank} did not give its part of '{name}' in time",
+                    f"rank {rank} did not give its part of '{name}'" + ("" if failed else " in time"),
                     rank=self.rank,
                     phase=phase,
-                    expected=f"within {seconds:g} s",
+                    expected="its part, but a rank has failed" if failed else f"within {seconds:g} s",
                     hint=f"look at the log of rank {rank}",
                 )
             values[rank] = pickle.loads(self.store.get(key))

@@ -58,7 +58,10 @@ class Council:
             logger.debug("rank %d: %s/%s failed", rank, phase, name, exc_info=True)
             error = caught
             traceback.clear_frames(caught.__traceback__)  # their variables would keep groups open
-            self.on_failure()
+            try:
+                self.on_failure()
+            except Exception:  # the others wait for the vote, and the first error is the one to tell
+                logger.exception("rank %d: could not let go of everything after %s/%s failed", rank, phase, name)
         try:
             self._control.decide(self._vote, error, phase=phase, seconds=self._seconds)
         except DynaTrainError as verdict:

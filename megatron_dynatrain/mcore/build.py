@@ -60,11 +60,11 @@ class Hollow(TorchFunctionMode):
             return func((), **kwargs).expand(*shape) if shape else func((), **kwargs)
         first = args[0] if args else kwargs.get("tensor")  # torch.nn.init passes its tensor by name
         name = getattr(func, "__name__", "")
-        if name in _FILLS and isinstance(first, torch.Tensor):
+        if name in _FILLS and isinstance(first, torch.Tensor) and first.numel() <= 1:
             return first  # of one element, which can't be hollow; the switch sets it
-        if name in _DRAWS and not self._draws:
+        if not self._draws and (name in _DRAWS or (name in _FILLS and not is_hollow(first))):
             raise UnsupportedError(
-                "the model draws random numbers while it is built, which would change those of the running steps",
+                "random numbers are drawn while a target is built, which would change those of the running steps",
                 subject=f"torch.{name}",
                 hint="set --dynamic-parallelism-prepare-ahead 0, or draw in an init_method only",
             )
@@ -112,10 +112,29 @@ _DRAWS = frozenset(
         "poisson",
         "dropout",
         "alpha_dropout",
+        "rrelu",
+        "gumbel_softmax",
+        "manual_seed",
         "feature_dropout",
     )
 )
 _COPIES = frozenset(("clone", "contiguous", "to", "float", "half", "bfloat16", "cuda", "cpu", "pin_memory"))
+
+
+class NoDraws(TorchFunctionMode):
+    """Refuse torch's random numbers in this thread, where another one trains and draws from the same streams."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _DRAWS or name in _FILLS:
+            raise UnsupportedError(
+                "random numbers are drawn while data sets are opened, which would change those of the running steps",
+                subject=f"torch.{name}",
+                hint="set --dynamic-parallelism-prepare-ahead 0, or draw from a generator of your own in NumPy",
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def _shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:

@@ -37,7 +37,8 @@ def realize_state(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Distri
     for optimizer in optimizers:
         _realize_optimizer(optimizer)
     for chunk in chunks:
-        for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]:
+        attributes = ((f"{path}.{name}", v) for path, m in chunk.named_modules() for name, v in vars(m).items())
+        for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers(), *attributes]:
             if is_hollow(tensor):
                 raise StateError("a tensor of the target has no storage that the switch could fill", subject=name)
 

@@ -144,6 +144,24 @@ class LiveState:
             if copy is not None:
                 copy.data.copy_(run.main.detach())
 
+    def check_device(self, device: torch.device | None) -> None:
+        """Check that parameters and buffers are where those of the running job are; local.
+
+        Raises:
+            StateError: Names the first one that is elsewhere.
+        """
+        for item in self.named:
+            if device is not None and item.tensor.device != device:
+                raise StateError(
+                    "a tensor of the target is on another device than the job's",
+                    rank=self.rank,
+                    phase="prepare",
+                    subject=item.name,
+                    expected=device,
+                    got=item.tensor.device,
+                    hint="the model must be built on the current device",
+                )
+
     def realize(self) -> None:
         """Give storage to parameters, main parameters and moments of a world that was built hollow; local."""
         realize_state(self.chunks, distributed_optimizers(self.optimizer))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,15 +12,13 @@ from megatron.core import parallel_state as live
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from torch.distributed import distributed_c10d
 
-from megatron_dynatrain.elastic.redirect import redirected
+from megatron_dynatrain.elastic.redirect import in_family, redirected
 from megatron_dynatrain.mcore.parallel_state import ParallelState
-
-_thread = threading.local()
 
 
 def builds_apart() -> bool:
     """Return whether this thread is inside `thread_world`: it must not touch what the process shares."""
-    return getattr(_thread, "apart", False)
+    return in_family()
 
 
 @contextmanager
@@ -46,21 +43,19 @@ def thread_world(state: ParallelState, group: object) -> Iterator[None]:
     default = type(distributed_c10d._world).default_pg.fget
     functions[default] = lambda _: group
     with redirected(functions), _no_random_streams():
-        _thread.apart = True
         try:
             yield
         finally:
-            _thread.apart = False
             state.take_values()
 
 
 @contextmanager
 def _no_random_streams() -> Iterator[None]:
     """Let the tracker's `fork` do nothing in this thread; a class attribute, so that callers can't have bound it."""
-    stock, thread = CudaRNGStatesTracker.fork, threading.get_ident()
+    stock = CudaRNGStatesTracker.fork
 
     def fork(self: CudaRNGStatesTracker, *args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
-        if threading.get_ident() == thread:
+        if in_family():
             return contextlib.nullcontext()
         return stock(self, *args, **kwargs)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
-from megatron_dynatrain.errors import PlanError
+from megatron_dynatrain.errors import MissingSourceError, PlanError
 from megatron_dynatrain.routing.cells import BoxIndex, Cell, Held, overlay, uncovered
 from megatron_dynatrain.routing.items import Item, spread
 from megatron_dynatrain.vps.placement import Piece
@@ -100,7 +100,7 @@ def _demands(item: Item, target: Held, cells: Sequence[Cell], index: BoxIndex) -
     met = index.meeting(target.box)
     if sum(box.numel for _, box in met) != target.box.numel:
         missing = uncovered(target.box, [box for _, box in met])
-        raise PlanError(
+        raise MissingSourceError(
             f"no rank of the source layout holds box {missing[0].lo}..{missing[0].hi} that rank {target.rank} needs",
             phase="prepare",
             subject=f"{item.tensor} ({item.state})",

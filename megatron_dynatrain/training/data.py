@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import GeneratorType
 from typing import Any
@@ -12,7 +13,9 @@ from typing import Any
 import megatron.training.training as megatron_training
 
 from megatron_dynatrain.errors import UnsupportedError
+from megatron_dynatrain.mcore.build import NoDraws
 from megatron_dynatrain.mcore.follow import reads_data
+from megatron_dynatrain.mcore.thread_world import builds_apart
 
 Provider = Callable[..., Any]
 
@@ -76,6 +79,9 @@ def rebuild(build: Callable[[Provider], tuple[Any, Any, Any]], provider: Provide
 class Datasets:
     """Data sets made before the iterators: opening and indexing them takes time, placing iterators in them does not.
 
+    Beside training only those of a provider with Megatron's mark `is_distributed` are opened, whose builders draw from
+    generators of their own; others may draw from the streams of the running steps and wait for the boundary.
+
     Args:
         provider: The job's dataset provider.
         vpp: Number of model chunks per stage; None without interleaving.
@@ -85,7 +91,10 @@ class Datasets:
         self._samples = megatron_training.get_train_valid_test_num_samples()
         self._provider = provider
         self._made: dict[int | None, tuple[Any, Any, Any]] = {}
-        if getattr(provider, "is_distributed", False) or reads_data():
+        marked = getattr(provider, "is_distributed", False)
+        if not marked and (builds_apart() or not reads_data()):
+            return
+        with NoDraws() if builds_apart() else nullcontext():
             for stage in (None,) if vpp is None else range(vpp):
                 of_stage = {} if stage is None else {"vp_stage": stage}
                 self._made[stage] = provider(self._samples, **of_stage)

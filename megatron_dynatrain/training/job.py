@@ -308,6 +308,11 @@ class DynamicJob:
         close_writer()
         print(f"[dynatrain] rank {self.switcher.rank} has left the layout and waits", flush=True)
 
+    @property
+    def shared(self) -> list[Any]:
+        """What each rank gave to the last switch by `Switcher.share`, by rank; empty once a step has begun."""
+        return [] if self._stalled is None else [value for _, value in sorted(self._stalled.report.shared.items())]
+
     def _over(self, switch: PlannedSwitch, report: SwitchReport, order: Order | None, iteration: int) -> None:
         """Take a switch off the list, and tell who asked for it."""
         self.pending[:] = [planned for planned in self.pending if planned is not switch]

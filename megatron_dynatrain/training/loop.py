@@ -172,6 +172,7 @@ class Segments:
         get_timers()("interval-time").stop()  # train() starts it again
         args.iteration, args.num_floating_point_operations_so_far = iteration, flops
         self._losses = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in self._losses.items()}
+        job.switcher.share = self._share_losses
         if not job.change_layout(iteration, context):
             self._reenter_same(job.roles.config, model)
         elif job.switcher.parked:
@@ -179,7 +180,19 @@ class Segments:
             if not job.wait_outside(context):
                 print(f"[dynatrain] rank {job.switcher.rank} was outside when the training ended", flush=True)
                 raise SystemExit(0)
+        self._take_losses(job)
         self._keep_length(job)
+
+    def _share_losses(self) -> dict[str, Any]:
+        """Return this rank's sums since the last line of the log: all ranks have counts, the last stage losses too."""
+        return {k: v.detach().cpu() if isinstance(v, torch.Tensor) else v for k, v in self._losses.items()}
+
+    def _take_losses(self, job: DynamicJob) -> None:
+        """Go on with the sums of a rank that had the losses: the one that logs may be another one now."""
+        sums = max(job.shared, key=len, default=None)
+        if sums:
+            device = job.switcher.device
+            self._losses = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in sums.items()}
 
     def _keep_length(self, job: DynamicJob) -> None:
         """Let the training end where its samples do, also where a switch to another batch size did not happen."""

@@ -113,3 +113,14 @@ def copies_for(*memories: Mapping[str, torch.Tensor]) -> Copies:
     on_gpu = (t.device for memory in memories for t in memory.values() if t.device.type == "cuda")
     device = next(on_gpu, None)
     return HostCopies() if device is None else CudaCopies(device)
+
+
+def current_gpu() -> int | None:
+    """Return the index of this thread's GPU; None on the CPU. Local."""
+    return torch.cuda.current_device() if torch.cuda.is_available() else None
+
+
+def use_gpu(index: int | None) -> None:
+    """Let this thread use a GPU, as the thread that asked `current_gpu`: CUDA keeps the device per thread. Local."""
+    if index is not None:
+        torch.cuda.set_device(index)

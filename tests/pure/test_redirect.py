@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -20,20 +20,30 @@ def current(scale: int = 2, *, offset: int = 0) -> int:
 bound_elsewhere = current
 
 
-def in_another_thread(function, *args, **kwargs):
-    answers = []
-    thread = threading.Thread(target=lambda: answers.append(function(*args, **kwargs)))
-    thread.start()
-    thread.join()
-    return answers[0]
+class Stranger:
+    """A thread that was there before any block."""
+
+    def __init__(self) -> None:
+        self.pool = ThreadPoolExecutor(1)
+        self.pool.submit(int).result()  # the thread starts with the first task
+
+    def ask(self, function, *args, **kwargs):
+        return self.pool.submit(function, *args, **kwargs).result()
 
 
-def test_only_the_thread_of_the_block_sees_the_replacement_through_every_name() -> None:
+@pytest.fixture
+def stranger():
+    other = Stranger()
+    yield other
+    other.pool.shutdown()
+
+
+def test_only_the_thread_of_the_block_sees_the_replacement_through_every_name(stranger) -> None:
     with redirected({current: lambda scale=0, *, offset=7: (scale, offset)}):
         assert current() == bound_elsewhere() == (0, 7)
         assert bound_elsewhere(3, offset=1) == (3, 1)
-        assert in_another_thread(bound_elsewhere) == 2
-        assert in_another_thread(bound_elsewhere, 5, offset=1) == 6
+        assert stranger.ask(bound_elsewhere) == 2
+        assert stranger.ask(bound_elsewhere, 5, offset=1) == 6
     assert current() == 2
     assert bound_elsewhere(5, offset=1) == 6
 
@@ -67,3 +77,27 @@ def test_two_redirections_of_one_function_and_closures_are_refused() -> None:
     before = [1]
     with pytest.raises(StateError, match="closure"), redirected({closure: lambda: 1}):
         pass
+
+
+def test_threads_that_the_thread_of_the_block_starts_see_what_it_sees(stranger) -> None:
+    with redirected({current: lambda: "apart"}):
+        with ThreadPoolExecutor(2) as pool:
+            assert pool.submit(current).result() == "apart"
+            assert pool.submit(lambda: ThreadPoolExecutor(1).submit(current).result()).result() == "apart"
+        assert stranger.ask(lambda: ThreadPoolExecutor(1).submit(current).result()) == 2
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(current).result() == 2
+
+
+def test_another_thread_can_not_redirect_meanwhile(stranger) -> None:
+    def redirect_too() -> None:
+        with redirected({other_function: lambda: 3}):
+            pass
+
+    with redirected({current: lambda: 0}), pytest.raises(StateError, match="redirected already"):
+        stranger.ask(redirect_too)
+    stranger.ask(redirect_too)
+
+
+def other_function() -> int:
+    return 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,6 +15,9 @@ from tests.ranks.hooks import mend_checkpoints
 from tests.ranks.observe import Evaluation, note_evaluations
 from tests.ranks.pool import RankPool
 from tests.ranks.records import PretrainRecord, losses
+
+if TYPE_CHECKING:
+    from tests.ranks.pretrain import PretrainRun
 
 WORLD, STEPS, SAVED, EVALUATED = 4, 8, 6, 4
 ROUNDING = 1e-6  # relative: fp32, other order of summation
@@ -124,3 +129,34 @@ def test_evaluation_follows_the_micro_batch_size_of_the_layout(ranks: RankPool) 
     losses_found = [(e.prefix, e.loss) for e in evaluations(list(found.ranks))]
     assert [prefix for prefix, _ in losses_found] == [e.prefix for e in evaluations(never)]
     assert [loss for _, loss in losses_found] == pytest.approx([e.loss for e in evaluations(never)], rel=ROUNDING)
+
+
+def keep_log_lines(run: PretrainRun) -> None:
+    """Keep what the last rank logs, in `extra["lines"]`."""
+    import megatron.training.training as megatron_training
+    from megatron.training import get_args
+
+    lines = run.record.extra.setdefault("lines", [])
+
+    def print_rank_last(line: str) -> None:
+        args = get_args()
+        if args.rank == args.world_size - 1:
+            lines.append(line)
+
+    megatron_training.print_rank_last = print_rank_last
+
+
+def test_the_mean_loss_in_the_log_is_over_all_its_steps_also_where_another_rank_logs(ranks: RankPool) -> None:
+    argv = gpt_args(pp=2, layers=2, hidden=32, seq=32, global_batch=4, train_iters=12, extra="--log-interval 4")
+    # The first stage has no losses, and logs after the switch.
+    run = run_switched(ranks, 2, argv, {6: layout_keys(tp=2, ranks=[1, 0])}, hooks=(keep_log_lines,))
+    found = {}
+    for record in run.ranks:
+        for line in record.extra["lines"]:
+            match = re.search(r"iteration +(\d+)/.*lm loss: ([\d.E+-]+)", line)
+            if match:
+                found[int(match[1])] = (record.rank, float(match[2]))
+    assert {iteration: rank for iteration, (rank, _) in found.items()} == {1: 1, 4: 1, 8: 0, 12: 0}
+    means = [step.loss for step in run.steps]
+    for iteration in (4, 8, 12):  # the line of the first iteration is an extra one
+        assert found[iteration][1] == pytest.approx(sum(means[iteration - 4 : iteration]) / 4, rel=1e-5)

@@ -183,3 +183,16 @@ def test_a_training_whose_batch_could_not_change_ends_with_its_samples(
     run = run_switched(ranks, 2, argv, {5: {"global_batch_size": batch}}, hooks=(fail_switches,))
     assert [record.outcome for record in run.switches] == ["refused"]
     assert [step.consumed_samples for step in run.steps] == list(range(0, 8 * steps, 8))
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_blended_data_are_opened_by_ranks_that_did_not_read_before(ranks: RankPool, corpus: Path, ahead: int) -> None:
+    """Megatron opens the parts of a blend in a pool of threads; rank 1 reads under dp2 only."""
+    argv = flags(corpus, "--global-batch-size 8", "--train-iters 6", tp=2)
+    place = argv.index("--data-path")
+    argv[place + 1 : place + 2] = ["0.5", str(corpus), "0.5", str(corpus), "--split", "100,0,0"]
+    never = all_steps(ranks.pretrain(2, argv))
+    run = run_switched(ranks, 2, argv, {4: layout_keys()}, ahead=ahead)
+    assert [(record.outcome, record.error) for record in run.switches] == [("committed", None)]
+    assert run.steps[:4] == never[:4]
+    assert [step.loss for step in run.steps] == pytest.approx([step.loss for step in never], rel=1e-6)

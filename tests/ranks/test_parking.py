@@ -193,3 +193,29 @@ def documented(context: RankContext) -> tuple[int, bool]:
 
 def test_the_documented_loop(ranks: RankPool) -> None:
     assert ranks.run(4, documented) == [(2, False)] * 4
+
+
+def lose_one_and_take_one_in(context: RankContext) -> tuple[str | None, bool, list[int]]:
+    """Rank 2 is lost while rank 3 is parked; the others go on with rank 3 in its place."""
+    from megatron_dynatrain.layout import ParallelLayout
+    from tests.ranks.core_job import CoreJob, Sizes, local_digests
+
+    job = CoreJob(Sizes(), ParallelLayout.for_world(4))  # no step yet: parameters are all there is, and have copies
+    switcher = job.switcher
+    whole = local_digests(switcher.world.chunks, switcher.world.optimizer)
+    switcher.switch(ParallelLayout.for_world([0, 1, 2]))
+    if context.rank == 2:
+        return None, True, []
+    if switcher.parked:
+        report = switcher.join_next(60)
+        assert report is not None
+    else:
+        report = switcher.switch(ParallelLayout.for_world([0, 1, 3]), lost=[2])
+    found = local_digests(switcher.world.chunks, switcher.world.optimizer)
+    names = [name for name in whole if "[" not in name]
+    return report.outcome, all(found[name] == whole[name] for name in names), list(switcher.processes)
+
+
+def test_a_parked_rank_takes_the_place_of_a_lost_one(ranks: RankPool) -> None:
+    found = ranks.run(4, lose_one_and_take_one_in)
+    assert [record for rank, record in enumerate(found) if rank != 2] == [("committed", True, [0, 1, 3])] * 3

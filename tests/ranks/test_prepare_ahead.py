@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -123,6 +124,7 @@ def look_from_both_threads(run: PretrainRun) -> None:
     build, init = ModelBuilder.__call__, ModelBuilder.__init__
     seen = run.record.extra.setdefault("seen", {})
     launch: list[object] = []
+    stranger = ThreadPoolExecutor(1)  # threads that the background thread starts see what it sees
 
     def look(name: str) -> None:
         args = get_args()
@@ -139,13 +141,12 @@ def look_from_both_threads(run: PretrainRun) -> None:
 
     def made(self: ModelBuilder, *args: Any) -> None:
         launch.append(dist.group.WORLD)
+        stranger.submit(int).result()
         init(self, *args)
 
     def called(self: ModelBuilder, *args: Any) -> Any:
         look("background" if in_background() else "boundary")
-        other = threading.Thread(target=look, args=("other",))
-        other.start()
-        other.join()
+        stranger.submit(look, "other").result()
         return build(self, *args)
 
     ModelBuilder.__init__, ModelBuilder.__call__ = made, called  # type: ignore[method-assign]
@@ -279,3 +280,37 @@ def test_a_model_that_draws_random_numbers_while_it_is_built_is_refused_beside_t
         assert "torch.rand" in error
         assert "--dynamic-parallelism-prepare-ahead 0" in error
         assert outcome == "committed"
+
+
+def unmarked_provider(run: PretrainRun) -> None:
+    """Give the job a dataset provider without Megatron's mark, which draws from torch's stream; note where it ran."""
+    import megatron.training.training as megatron_training
+    import torch
+
+    stock = megatron_training.build_train_valid_test_data_iterators
+    threads = run.record.extra.setdefault("threads", [])
+
+    def build(provider: Any) -> Any:
+        inner = getattr(provider, "func", provider)
+
+        def unmarked(samples: Any, vp_stage: int | None = None) -> Any:
+            threads.append(threading.current_thread().name)
+            torch.randperm(5)
+            return inner(samples)
+
+        return stock(unmarked)
+
+    megatron_training.build_train_valid_test_data_iterators = build
+
+
+def test_data_that_may_draw_from_the_streams_of_the_steps_wait_for_the_boundary(ranks: RankPool) -> None:
+    argv = gpt_args(**_SMALL, train_iters=8)
+    argv[argv.index("--hidden-dropout") + 1] = "0.1"
+    runs = [
+        run_switched(ranks, 2, argv, {5: layout_keys(pp=2)}, hooks=(unmarked_provider,), ahead=ahead)
+        for ahead in (0, 3)
+    ]
+    assert [record.outcome for run in runs for record in run.switches] == ["committed"] * 2
+    assert runs[0].steps == runs[1].steps
+    for record in runs[1].ranks:
+        assert set(record.extra["threads"]) == {"MainThread"}
