@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from megatron_dynatrain.records import SwitchRecord, read_records
+from megatron_dynatrain.records import FILE_NAME, SwitchRecord, read_records
 from tests.ranks.hooks import dynamic
 from tests.ranks.pool import RankPool
 from tests.ranks.records import PretrainRecord, StepRecord, steps_with_loss
@@ -85,7 +85,7 @@ def run_switched(
     flags = dynamic_flags(directory, switches, verify=verify, timeout=timeout, ahead=ahead)
     records = ranks.pretrain(world, [*argv, *flags], hooks=(dynamic, *hooks), timeout=limit)
     reports = directory / "reports"
-    switched = read_records(reports) if reports.exists() else ()
+    switched = read_records(reports) if (reports / FILE_NAME).exists() else ()
     return SwitchedRun(records, all_steps(records), switched)
 
 

@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import gc
 import os
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,8 @@ class Census:
         registries: Entries in all tables of torch.distributed that are keyed by group, name or tag.
         names: Names of groups, of all there ever were, that the registry in C++ still resolves.
         threads: Threads of the process, as the kernel counts them.
-        descriptors: Open file descriptors.
+        own: Threads that Python started: the training thread, and those that listen for requests.
+        descriptors: Open file descriptors, without the reports that are just being written or listed.
         children: Child processes: workers of data loaders.
         modules: Live torch modules.
         tensors: Live tensors that Python knows.
@@ -40,6 +42,7 @@ class Census:
     registries: int
     names: int
     threads: int
+    own: int
     descriptors: int
     children: int
     modules: int
@@ -86,7 +89,8 @@ def _census(switches: int, names: set[str]) -> Census:
         registries=sum(map(len, tables)) + tagged,
         names=sum(map(_resolves, names)),
         threads=sum(1 for _ in Path("/proc/self/task").iterdir()),
-        descriptors=sum(1 for _ in Path("/proc/self/fd").iterdir()),
+        own=threading.active_count(),
+        descriptors=sum(map(_stays_open, Path("/proc/self/fd").iterdir())),
         children=len(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()),
         modules=live_modules(),
         tensors=sum(issubclass(kind, torch.Tensor) for kind in kinds),
@@ -94,6 +98,13 @@ def _census(switches: int, names: set[str]) -> Census:
         store_keys=c10d._get_default_store().num_keys(),
         resident=int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
     )
+
+
+def _stays_open(descriptor: Path) -> bool:
+    try:
+        return "/reports" not in str(descriptor.readlink())
+    except OSError:  # closed meanwhile
+        return False
 
 
 def _resolves(name: str) -> bool:

@@ -32,7 +32,8 @@ def _take_censuses(
 def _check_flat(censuses: Sequence[Census], cycle: int) -> None:
     """Check each census against the first one of the same layout from the end of the first cycle on."""
     for census in censuses:
-        assert census.threads == 1 + _THREADS_OF_A_GROUP * census.groups, "groups of an old world are still alive"
+        groups_threads = _THREADS_OF_A_GROUP * census.groups
+        assert census.threads == census.own + groups_threads, "groups of an old world are still alive"
         assert census.names == census.groups, "names of groups that are gone"
     for census in censuses[2 * cycle :]:
         first = censuses[cycle + census.switches % cycle]
