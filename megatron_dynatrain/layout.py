@@ -89,8 +89,9 @@ class ParallelLayout:
             raise LayoutError(
                 f"tp {tp} x cp {cp} x pp {pp} = {model} doesn't divide the world size {len(ranks)}",
                 subject="world size",
-                expected=f"a multiple of {model}",
+                expected=f"a world size that is a multiple of {model}",
                 got=len(ranks),
+                hint="a schedule or request that doesn't name tp, cp or pp keeps its value: name it too",
             )
         return cls(dp=len(ranks) // model, ranks=ranks, **sizes)
 

@@ -106,7 +106,8 @@ class JobStatus(_File):
     """Where a job is, as its leader writes it about once a second.
 
     Args:
-        state: `ended` where `train()` has returned.
+        state: `ended` where `train()` has returned or raised.
+        failure: The error with which it ended, in one line; None where it ended well or goes on.
         host: Where the leader runs.
         pid: Its process.
         heartbeat: Seconds since the epoch at which this was written.
@@ -123,6 +124,7 @@ class JobStatus(_File):
     """
 
     state: Literal["running", "ended"] = "running"
+    failure: str | None = None
     host: str
     pid: int
     heartbeat: float
@@ -286,6 +288,8 @@ def why_dead(status: JobStatus, now: float | None = None) -> str | None:
         status: What it wrote last.
         now: Seconds since the epoch; the clock of this machine where None.
     """
+    if status.state == "ended" and status.failure is not None:
+        return f"the training ended in an error after iteration {status.iteration}: {status.failure}"
     if status.state == "ended":
         return f"the training has ended, after iteration {status.iteration}"
     if status.host == socket.gethostname() and not _is_alive(status.pid):

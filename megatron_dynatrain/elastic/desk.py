@@ -122,6 +122,7 @@ class RequestDesk:
         self._attempts = 0
         self._waiting: deque[_Waiting] = deque()
         self._stop = threading.Event()
+        self._why = ""
         self._begun: Order | None = None
         self._unreadable: set[str] = set()
         self._looked = 0.0
@@ -132,8 +133,9 @@ class RequestDesk:
         """Return the stage of every request that is not answered for good, in order; for any thread."""
         return {waiting.name: waiting.reply.stage for waiting in tuple(self._waiting)}
 
-    def stop(self) -> None:
-        """Let `run` come to its end; called by the training thread."""
+    def stop(self, why: str = "the training ended before the switch") -> None:
+        """Let `run` come to its end, and refuse what is left with a reason; called by the training thread."""
+        self._why = why
         self._stop.set()
 
     def refuse_left_over(self) -> None:
@@ -153,7 +155,7 @@ class RequestDesk:
                     self._stop.wait(_POLL_S)
         except _Over:
             pass
-        why = "the training ended before the switch"
+        why = self._why
         for waiting in self._waiting:
             self._answer(waiting, "refused", error=why)
         self._waiting.clear()

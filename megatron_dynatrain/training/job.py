@@ -223,9 +223,9 @@ class DynamicJob:
         self.switcher.prepare_ahead(target.layout, inside=self._thread_args.seen())
         self.ahead = what
 
-    def end(self) -> None:
+    def end(self, error: BaseException | None = None) -> None:
         """Listen no more and drop what was being prepared: no step follows; local, at one boundary on every rank."""
-        self._live.stop()
+        self._live.stop(error)
         self.switcher.cancel_preparation()
         if not self.switcher.parked:
             self.switcher.dismiss()

@@ -78,6 +78,7 @@ class LiveRequests:
         self._rank = rank
         self._timeout = timeout
         self._ended = False
+        self._failure: str | None = None
         self._trouble: str | None = None
         self._gate = BoundaryGate(iteration)
         # A wait on a store's client blocks its other users, so the watcher has a client of its own.
@@ -112,10 +113,16 @@ class LiveRequests:
         if self._desk is not None:
             self._desk.events.put(event)
 
-    def stop(self) -> None:
-        """Stop listening: answer what is left, end all threads; local, called where no step follows."""
+    def stop(self, error: BaseException | None = None) -> None:
+        """Stop listening: answer what is left, end all threads; local, called where no step follows.
+
+        Args:
+            error: That which ends the training; None where it ends well.
+        """
+        if error is not None and not isinstance(error, SystemExit):
+            self._failure = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         if self._desk is not None:
-            self._desk.stop()
+            self._desk.stop("the training ended before the switch" + (f": {self._failure}" if self._failure else ""))
         try:
             self._agreement.leave(self._store)
             if self._thread.ident is not None:
@@ -147,12 +154,17 @@ class LiveRequests:
 
     def _tell_trouble(self, error: Exception) -> None:
         self._trouble = f"{type(error).__name__}: {error}"
-        logger.error("the status of the job or the answer to a request can't be written: %s", error)
+        logger.error(
+            "nothing can be written to the directory of --dynamic-parallelism-dir (%s): no status, no answers to "
+            "requests, no switches.jsonl; the training goes on",
+            error,
+        )
 
     def _status(self) -> JobStatus:
         job, current = self._job, self._job.current()
         return JobStatus(
             state="ended" if self._ended else "running",
+            failure=self._failure,
             host=socket.gethostname(),
             pid=os.getpid(),
             heartbeat=time.time(),

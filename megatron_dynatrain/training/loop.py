@@ -7,6 +7,7 @@ loop's body, so that the loop leaves on its normal path.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -127,7 +128,7 @@ class Segments:
                 job, forward_step_func, model, process_non_loss_data_func, checkpointing_context, *rest, **kwargs
             )
         finally:
-            job.end()
+            job.end(sys.exception())
 
     def _run(
         self,

@@ -96,7 +96,7 @@ def test_a_refused_schedule_as_json(tmp_path: Path) -> None:
 def test_a_launch_layout_that_can_not_exist_is_refused(tmp_path: Path) -> None:
     result = run(tmp_path, GOOD, "--tp 3 --json")
     assert result.exit_code == 1
-    assert json.loads(result.stdout)["problems"][0]["expected"] == "a multiple of 3"
+    assert json.loads(result.stdout)["problems"][0]["expected"] == "a world size that is a multiple of 3"
 
 
 @pytest.mark.parametrize("options", ["--tp 0", "--no-such-flag", "--train-iters 3 --train-samples 3"])

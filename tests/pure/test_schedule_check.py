@@ -89,7 +89,8 @@ def test_c06_layers_that_the_stages_do_not_divide_are_named() -> None:
 def test_a_layout_that_does_not_divide_the_world_is_refused() -> None:
     assert problems_of("at_iteration: 5, to: {tp: 5}") == [
         "s.yaml:3 switches[0].to.tp: tp 5 x cp 1 x pp 1 = 5 doesn't divide the world size 12 (at_iteration: 5);"
-        " expected: a multiple of 5; got: 12"
+        " expected: a world size that is a multiple of 5; got: 12;"
+        " hint: a schedule or request that doesn't name tp, cp or pp keeps its value: name it too"
     ]
 
 

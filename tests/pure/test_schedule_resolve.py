@@ -105,11 +105,12 @@ def test_etp_given_at_launch_is_kept() -> None:
 def test_every_layout_that_does_not_divide_the_world_is_named_with_the_whole_product() -> None:
     with pytest.raises(ScheduleProblemsError) as caught:
         plan(launch_at(4), "tp: 3", "tp: 2", "tp: 4, pp: 2")
+    hint = "hint: a schedule or request that doesn't name tp, cp or pp keeps its value: name it too"
     assert [problem.render() for problem in caught.value.problems] == [
         "s.yaml:3 switches[0].to.tp: tp 3 x cp 1 x pp 1 = 3 doesn't divide the world size 4 (at_iteration: 10);"
-        " expected: a multiple of 3; got: 4",
+        " expected: a world size that is a multiple of 3; got: 4; " + hint,
         "s.yaml:5 switches[2].to: tp 4 x cp 1 x pp 2 = 8 doesn't divide the world size 4 (at_iteration: 30);"
-        " expected: a multiple of 8; got: 4",
+        " expected: a world size that is a multiple of 8; got: 4; " + hint,
     ]
 
 
