@@ -34,6 +34,10 @@ def main(argv: list[str] | None = None) -> int:
         rank = os.environ.get("RANK", "0")
         print(f"[dynatrain] rank {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 1
+    finally:
+        from megatron_dynatrain.training.writers import close_writer
+
+        close_writer()  # torch writes what is left within two minutes, or never where the process ends before
     return 0
 
 

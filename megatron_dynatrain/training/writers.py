@@ -23,7 +23,7 @@ def follow_last_rank(args: Namespace) -> None:
 
 
 def close_writer() -> None:
-    """Close the TensorBoard writer of a process that leaves the layout; local."""
+    """Write what the TensorBoard writer still holds and close it: the process leaves the layout, or ends. Local."""
     writer = megatron_globals._GLOBAL_TENSORBOARD_WRITER
     if writer is not None:
         writer.close()
