@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.ranks import checkpoint_bits
+from tests.ranks.context import RankContext
 from tests.ranks.dynamic import SwitchedRun, layout_keys, run_switched
 from tests.ranks.gpt_args import checkpoint_args, gpt_args
 from tests.ranks.hooks import mend_checkpoints
@@ -160,3 +161,28 @@ def test_the_mean_loss_in_the_log_is_over_all_its_steps_also_where_another_rank_
     means = [step.loss for step in run.steps]
     for iteration in (4, 8, 12):  # the line of the first iteration is an extra one
         assert found[iteration][1] == pytest.approx(sum(means[iteration - 4 : iteration]) / 4, rel=1e-5)
+
+
+def end_with_events(context: RankContext) -> list[str]:
+    """Run a script that leaves an event in the writer's queue; return the tags in the file."""
+    import megatron.training.global_vars as megatron_globals
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    from megatron_dynatrain import run
+
+    directory = context.tmp / "events"
+    megatron_globals._GLOBAL_TENSORBOARD_WRITER = SummaryWriter(str(directory))
+    script = context.tmp / "script.py"
+    script.write_text(
+        "from megatron.training import get_tensorboard_writer\nget_tensorboard_writer().add_scalar('last', 1.0, 1)\n"
+    )
+    run.install = lambda: None
+    assert run.main([str(script)]) == 0
+    events = EventAccumulator(str(directory))
+    events.Reload()
+    return list(events.Tags()["scalars"])
+
+
+def test_a_run_ends_with_its_events_on_disk(ranks: RankPool) -> None:
+    assert ranks.run(1, end_with_events, init_group=False) == [["last"]]
