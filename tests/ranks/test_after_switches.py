@@ -185,4 +185,4 @@ def end_with_events(context: RankContext) -> list[str]:
 
 
 def test_a_run_ends_with_its_events_on_disk(ranks: RankPool) -> None:
-    assert ranks.run(1, end_with_events, init_group=False) == [["last"]]
+    assert ranks.run(1, end_with_events, init_group=False) == [["first", "last"]]
