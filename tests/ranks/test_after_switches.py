@@ -174,9 +174,15 @@ def end_with_events(context: RankContext) -> list[str]:
     directory = context.tmp / "events"
     megatron_globals._GLOBAL_TENSORBOARD_WRITER = SummaryWriter(str(directory))
     script = context.tmp / "script.py"
-    script.write_text(
-        "from megatron.training import get_tensorboard_writer\nget_tensorboard_writer().add_scalar('last', 1.0, 1)\n"
-    )
+    # The first events go to the file at once, all later ones are kept back for up to two minutes.
+    script.write_text("""
+import time
+from megatron.training import get_tensorboard_writer
+
+get_tensorboard_writer().add_scalar("first", 1.0, 1)
+time.sleep(0.5)
+get_tensorboard_writer().add_scalar("last", 1.0, 1)
+""")
     run.install = lambda: None
     assert run.main([str(script)]) == 0
     events = EventAccumulator(str(directory))
