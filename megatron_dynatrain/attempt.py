@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from megatron_dynatrain.mcore.parallel_state import ParallelState
 from megatron_dynatrain.mcore.random_streams import RandomStreams
 from megatron_dynatrain.mcore.realize import clear_padding
 from megatron_dynatrain.mcore.states import LiveState
-from megatron_dynatrain.mcore.streams_switch import check_streams, streams_after
+from megatron_dynatrain.mcore.streams_switch import check_streams, rule_of, streams_after
 from megatron_dynatrain.mcore.thread_world import thread_world
 from megatron_dynatrain.membership import check_ranks, members_of, no_live_copy
 from megatron_dynatrain.memory import MemoryNeed, choose_mode
@@ -60,7 +60,6 @@ class Attempt:
         layout: The layout to go to.
         report: Filled as the figures become known.
         apart: Whether `build_ahead` runs in a thread of its own beside the training thread.
-        lost: Ranks of the source that are gone: what they held is taken from replicas on others.
 
     Attributes:
         report: As given.
@@ -70,16 +69,8 @@ class Attempt:
         council: What this attempt decides with: while it builds apart, not that of the training thread.
     """
 
-    def __init__(
-        self,
-        job: Switcher,
-        layout: ParallelLayout,
-        report: SwitchReport,
-        *,
-        apart: bool = False,
-        lost: Collection[int] = (),
-    ) -> None:
-        self._lost = frozenset(lost)
+    def __init__(self, job: Switcher, layout: ParallelLayout, report: SwitchReport, *, apart: bool = False) -> None:
+        self._lost = job.lost  # what they held is taken from replicas on others
         self._job = job
         self._layout = layout
         self.report = report
@@ -103,7 +94,7 @@ class Attempt:
         self.moved = False
 
     def _council(self, *, apart: bool = False) -> Council:
-        council = self._job.council(self._layout, apart=apart, lost=self._lost)
+        council = self._job.council(self._layout, apart=apart)
         council.on_failure = self._drop  # who waits for this rank in one of its groups fails now, not later
         return council
 
@@ -309,6 +300,9 @@ class Attempt:
                 number=job.committed + 1,
             )
             streams.restore()
+            self.report.streams = rule_of(
+                job.world.layout, self._layout, seed=job.options.seed, number=job.committed + 1
+            )
         with self.council.phase("verify", "digest"):
             if job.options.verify != "off":
                 before = DigestTable.compute(

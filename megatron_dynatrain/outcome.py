@@ -62,4 +62,6 @@ def record_of(report: SwitchReport, *, trigger: str, iteration: int, stall_s: fl
         peak_step_bytes=report.peak_step_bytes,
         memory_mode=report.memory_mode,
         verify=report.verify,
+        number=report.number,
+        streams=report.streams,
     )

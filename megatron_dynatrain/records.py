@@ -42,6 +42,8 @@ class SwitchRecord:
         peak_step_bytes: State and gradients of the layout before, by arithmetic, of the rank that holds most.
         memory_mode: `safe` or `lean`.
         verify: `off`, `digest` or `full`.
+        number: Number of the switch among those committed, from 1; one that wasn't committed has that of the next.
+        streams: Where the random streams come from: `kept by coordinate`, or `new:` with the base seed.
     """
 
     iteration: int
@@ -64,6 +66,8 @@ class SwitchRecord:
     peak_step_bytes: int | None = None
     memory_mode: str | None = None
     verify: str | None = None
+    number: int | None = None
+    streams: str | None = None
 
     def as_json(self) -> dict[str, object]:
         """Return the object of the file, with its keys in the order of the documentation."""

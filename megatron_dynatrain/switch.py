@@ -183,12 +183,15 @@ class Switcher:
         """What is being prepared, or waits for its switch; None where nothing is."""
         return self._ahead
 
-    def cancel_preparation(self) -> None:
-        """Drop what `prepare_ahead` has begun, if anything; called by every rank at the same iteration boundary."""
+    def cancel_preparation(self, seconds: float | None = None) -> None:
+        """Drop what `prepare_ahead` has begun, if anything; called by every rank at the same iteration boundary.
+
+        Waits for the thread that builds, at most `seconds` (None: the timeout of the options).
+        """
         preparation, self._ahead = self._ahead, None
         if preparation is not None:
             self._call_others("cancel", preparation.layout, apart=True)
-            preparation.cancel(self.options.timeout)
+            preparation.cancel(self.options.timeout if seconds is None else seconds)
             self._keep_if_running(preparation)
 
     def _keep_if_running(self, preparation: Preparation) -> None:
@@ -208,7 +211,7 @@ class Switcher:
         self._attempts += 1
         self._call_others("switch", layout, apart=False)
         report = SwitchReport(self.world.layout, layout, verify=self.options.verify)
-        attempt = Attempt(self, layout, report, lost=self._lost & set(self.world.layout.ranks))
+        attempt = Attempt(self, layout, report)
         if self._reap() is not None:
             attempt.refused = StateError(
                 "a preparation that was given up has not ended yet",
@@ -295,6 +298,11 @@ class Switcher:
         return tuple(rank for rank in self._launch_order if rank not in self._lost)
 
     @property
+    def lost(self) -> frozenset[int]:
+        """Ranks of the current world that are gone for good."""
+        return frozenset(self._lost & set(self.world.layout.ranks))
+
+    @property
     def parked(self) -> bool:
         """Whether this process is outside of the current world: it holds no state and can only `join_next`."""
         return self.rank not in self.world.layout.ranks
@@ -341,18 +349,16 @@ class Switcher:
         if self.rank != self._first:
             return
         outside = [rank for rank in layout.ranks if rank in self.processes and rank not in self.world.layout.ranks]
-        state = self.world.layout, layout, self._description
-        self._calls.send(
-            outside, Call(stage, self._attempts, apart, self.committed, *state, frozenset(self._lost), self.note())
-        )
+        if outside:  # else there may be no note
+            how = stage, self._attempts, apart, self.committed
+            state = self.world.layout, layout, self._description, frozenset(self._lost)
+            self._calls.send(outside, Call(*how, *state, self.note()))
 
     # --- all ranks together -------------------------------------------------------------------------------------------
 
-    def council(
-        self, target: ParallelLayout | None = None, *, apart: bool = False, lost: Collection[int] = ()
-    ) -> Council:
+    def council(self, target: ParallelLayout | None = None, *, apart: bool = False) -> Council:
         """Return what the ranks of the current attempt decide with: in the training thread, or in one beside it."""
-        members = members_of(self.world.layout, target or self.world.layout, lost)
+        members = members_of(self.world.layout, target or self.world.layout, self._lost)
         if (apart, members) not in self._controls:
             kind = "apart" if apart else "control"
             digest = hashlib.sha1(repr(members).encode()).hexdigest()[:12]  # of thousands of ranks, perhaps

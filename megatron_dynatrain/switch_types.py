@@ -72,7 +72,7 @@ class SwitchReport:
 
     `ahead_s` is the preparation beside training, `prepare_s` the part of it for which training stood;
     `swap_s` is the part of `commit_s` in which the new world becomes the current one, the rest lets go of the old one.
-    `shared` is what each rank gave by `Switcher.share`.
+    `streams` says where the random streams come from; `shared` is what each rank gave by `Switcher.share`.
     """
 
     source: ParallelLayout
@@ -96,6 +96,7 @@ class SwitchReport:
     peak_step_bytes: int = 0
     memory_mode: str = "safe"
     verify: str = "digest"
+    streams: str | None = None
     shared: Mapping[int, Any] = field(default_factory=dict)
 
     def add_totals(self, rows: Sequence[tuple[int, ...]], *, windows: int) -> None:

@@ -6,7 +6,14 @@ from collections.abc import Callable, Mapping
 
 from megatron_dynatrain.errors import StateError
 from megatron_dynatrain.layout import ParallelLayout
-from megatron_dynatrain.mcore.random_streams import Coordinate, RandomStreams, coordinate_of, derive, sizes_of
+from megatron_dynatrain.mcore.random_streams import (
+    Coordinate,
+    RandomStreams,
+    coordinate_of,
+    derive,
+    derived_base,
+    sizes_of,
+)
 
 Gather = Callable[[str, object], Mapping[int, tuple]]
 """Gathers a small value of every rank, by rank; collective."""
@@ -50,6 +57,13 @@ def streams_after(
         phase="verify",
         subject=" ".join(f"{axis}={index}" for axis, index, _ in wanted),
     )
+
+
+def rule_of(source: ParallelLayout, target: ParallelLayout, *, seed: int, number: int) -> str:
+    """Return in words where the random streams after a switch come from, for its record; pure."""
+    if sizes_of(source) == sizes_of(target):
+        return "kept by coordinate"
+    return f"new: base seed {derived_base(seed, number)} of seed {seed} and switch {number}"
 
 
 def check_streams(target: ParallelLayout, rank: int, expected: RandomStreams, *, gather: Gather) -> None:

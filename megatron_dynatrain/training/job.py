@@ -226,7 +226,8 @@ class DynamicJob:
     def end(self, error: BaseException | None = None) -> None:
         """Listen no more and drop what was being prepared: no step follows; local, at one boundary on every rank."""
         self._live.stop(error)
-        self.switcher.cancel_preparation()
+        # After an error others may be gone, and the thread that builds would wait for them until its deadline.
+        self.switcher.cancel_preparation(None if error is None else 0.0)
         if not self.switcher.parked:
             self.switcher.dismiss()
         self._thread_args = self._datasets = self.ahead = None

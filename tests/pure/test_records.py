@@ -42,6 +42,8 @@ COMMITTED = SwitchRecord(
     peak_step_bytes=2**31,
     memory_mode="safe",
     verify="digest",
+    number=1,
+    streams="kept by coordinate",
 )
 REFUSED = SwitchRecord(
     iteration=7, source="dp4", target="tp3", trigger="request", outcome="refused", error="tp 3 doesn't\n divide 4"
@@ -70,6 +72,8 @@ def test_the_keys_are_those_of_the_documentation_in_their_order() -> None:
         "peak_step_bytes",
         "memory_mode",
         "verify",
+        "number",
+        "streams",
     )
     assert tuple(REFUSED.as_json()) == RECORD_KEYS
 

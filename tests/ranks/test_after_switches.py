@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -187,3 +188,15 @@ def end_with_a_writer(context: RankContext) -> list[str]:
 def test_a_run_ends_with_its_writer_closed(ranks: RankPool) -> None:
     """Torch keeps events back for up to two minutes, and loses them where the process ends before."""
     assert ranks.run(1, end_with_a_writer, init_group=False) == [["close"]]
+
+
+def test_the_record_says_where_the_random_streams_come_from(ranks: RankPool) -> None:
+    argv = gpt_args(tp=2, layers=2, hidden=32, seq=32, global_batch=4, train_iters=6)
+    switches = {2: layout_keys(tp=2, ranks=[1, 0]), 4: layout_keys(pp=2)}
+    run = run_switched(ranks, 2, argv, switches)
+    assert [record.number for record in run.switches] == [1, 2]
+    kept, new = (record.streams for record in run.switches)
+    assert kept == "kept by coordinate"
+    # The hash of the documented rule, computed here by itself.
+    digest = int.from_bytes(hashlib.sha256(b"dynatrain:1234:2").digest()[:8], "little")
+    assert new == f"new: base seed {1 + digest % (2**31 - 2**24)} of seed 1234 and switch 2"
