@@ -109,11 +109,23 @@ def test_c21b_a_second_switch_does_not_repeat_the_streams_of_the_first(ranks: Ra
         assert not set(_by(once, name)) & set(_by(twice, name)), name
 
 
-def _switch_experts(context: RankContext, sizes: list[dict[str, Any]]) -> dict[str, Any]:
-    """Five draws of every stream, three more of the experts' on ep 1, the switches, and the sixth draw."""
+def _draw_experts(count: int) -> list[float]:
     import torch
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+    with get_cuda_rng_tracker().fork(EXPERTS):
+        return torch.rand(count).tolist()
+
+
+def _begin_experts(layout: ParallelLayout, rank: int) -> None:
+    """Seed and draw five of every stream, and three more of the experts' on ep 1."""
+    _seed()
+    _draw(5)
+    _draw_experts(5 + 3 * layout.coordinate(rank, expert=True)["ep"])
+
+
+def _switch_experts(context: RankContext, sizes: list[dict[str, Any]]) -> dict[str, Any]:
+    """Five draws of every stream, three more of the experts' on ep 1, the switches, and the sixth draw."""
     from tests.cases.job import CaseJob
     from tests.cases.models import EXPERT_SHAPE, moe
 
@@ -121,22 +133,13 @@ def _switch_experts(context: RankContext, sizes: list[dict[str, Any]]) -> dict[s
     shape = {**EXPERT_SHAPE, "num_layers": 1, "sequence_parallel": first.sequence_parallel}
     job = CaseJob(context, first, moe(), shape=shape)
 
-    def draw_experts(count: int) -> list[float]:
-        with get_cuda_rng_tracker().fork(EXPERTS):
-            return torch.rand(count).tolist()
-
-    def begin() -> None:
-        _seed()
-        _draw(5)
-        draw_experts(5 + 3 * first.coordinate(context.rank, expert=True)["ep"])
-
-    begin()
-    unswitched = {**_draw(1), EXPERTS: draw_experts(1)}
-    begin()
+    _begin_experts(first, context.rank)
+    unswitched = {**_draw(1), EXPERTS: _draw_experts(1)}
+    _begin_experts(first, context.rank)
     for layout in others:
         job.switch(layout)
     owner = (job.layout.coordinate(context.rank)["tp"], job.layout.coordinate(context.rank, expert=True)["ep"])
-    return {"unswitched": unswitched, "switched": {**_draw(1), EXPERTS: draw_experts(1)}, "owner": owner}
+    return {"unswitched": unswitched, "switched": {**_draw(1), EXPERTS: _draw_experts(1)}, "owner": owner}
 
 
 @pytest.mark.parametrize(
@@ -172,7 +175,6 @@ def test_c21b_another_dp_keeps_the_streams(ranks: RankPool) -> None:
 def _grow(context: RankContext) -> dict[str, Any]:
     """The case as it stands: tp2 ep2 dp2 on four of eight ranks, then tp2 ep2 dp4 on all of them."""
     import torch
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     from tests.cases.job import CaseJob
     from tests.cases.models import EXPERT_SHAPE, moe
@@ -183,26 +185,17 @@ def _grow(context: RankContext) -> dict[str, Any]:
     job = CaseJob(context, grown, moe(), shape=shape)
     job.switch(start)
 
-    def draw_experts(count: int) -> list[float]:
-        with get_cuda_rng_tracker().fork(EXPERTS):
-            return torch.rand(count).tolist()
-
-    def begin() -> None:
-        _seed()
-        _draw(5)
-        draw_experts(5 + 3 * start.coordinate(context.rank, expert=True)["ep"])
-
     found: dict[str, Any] = {"unswitched": None}
     if job.switcher.parked:
         torch.manual_seed(99)  # what a parked process draws is of no account
         job.switcher.join_next(60)
     else:
-        begin()
-        found["unswitched"] = {**_draw(1), EXPERTS: draw_experts(1)}
-        begin()
+        _begin_experts(start, context.rank)
+        found["unswitched"] = {**_draw(1), EXPERTS: _draw_experts(1)}
+        _begin_experts(start, context.rank)
         job.switch(grown)
     dense, expert = grown.coordinate(context.rank), grown.coordinate(context.rank, expert=True)
-    return {**found, "switched": {**_draw(1), EXPERTS: draw_experts(1)}, "owner": (dense["tp"], expert["ep"])}
+    return {**found, "switched": {**_draw(1), EXPERTS: _draw_experts(1)}, "owner": (dense["tp"], expert["ep"])}
 
 
 def test_c21a_ranks_that_join_take_the_streams_of_their_twins(ranks: RankPool) -> None:
